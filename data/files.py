@@ -1,0 +1,80 @@
+"""Durable files: what has its final name is complete and on disk.
+
+Everything is written under ``<name>.tmp``, flushed with fsync, renamed, and the folder is flushed
+too, so neither a kill nor a power cut leaves a short file under a final name (cost: one fsync of
+the file and one of the folder).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .errors import DraftTrainError
+
+_READ_BYTES = 1 << 22
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(path: Path, write: Callable[[Path], None]) -> None:
+    """Create ``path`` atomically: ``write`` gets the temporary path and must create it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(path.name + ".tmp")
+    write(tmp)
+    fsync_path(tmp)
+    os.replace(tmp, path)
+    fsync_path(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    publish(path, lambda tmp: _write(tmp, text))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically, keys in the order given."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, error: type[DraftTrainError], remedy: str) -> dict[str, Any]:
+    """Read a JSON object; a missing or malformed file raises ``error`` with the remedy."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path} does not exist: {remedy}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise error(f"{path} is not valid JSON ({exc}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds {type(value).__name__}, not a JSON object: {remedy}")
+    return value
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3-128 of a file's bytes, hex; about as fast as the disk."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def content_hash(value: Any) -> str:
+    """sha256 (first 16 hex digits) of a JSON-serialisable value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
