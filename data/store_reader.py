@@ -1,0 +1,216 @@
+"""Read a feature store: sample number -> ids, masks and hidden states, in any order.
+
+States come as slices of a memory map (``taps [n, n_taps, hidden]``, ``final [n, hidden]``), so a
+sample costs the pages it touches. Guarantee: a store opens only if every planned shard is sealed,
+of this store and of its recorded size; a shard's checksums and header are checked the first time
+it is used. Memory: a bounded number of shards is mapped and indexed at a time; nothing is kept per
+sample read. Cost: opening reads one small record per shard, the first use of a shard reads it once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .codec import CODECS
+from .errors import StoreError
+from .files import file_checksum
+from .store_format import HEAD_NAME, REMEDY, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
+from .store_shard import ShardFiles, ShardIndex, read_records
+
+# Bounds on what stays open; samples in use keep their own map alive.
+_MAPPED_SHARDS = 8
+_INDEXED_SHARDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SampleIndex:
+    """One sample without its states.
+
+    Attributes:
+        sample_id: content hash of the sample.
+        source: its data set.
+        mode: "think", "no_think" or "tool".
+        greedy: the supervised tokens are the target's own greedy text.
+        input_ids: int64 ``[n]``.
+        loss_mask: bool ``[n]``, True where the target produced the token.
+    """
+
+    sample_id: str
+    source: str
+    mode: str
+    greedy: bool
+    input_ids: Tensor
+    loss_mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample(SampleIndex):
+    """One sample with its states.
+
+    Attributes:
+        taps: ``[n, n_taps, hidden]``, float32 (codec fp32) or bfloat16 (bf16); row t is token t.
+        final: ``[n, hidden]`` after the target's final norm, or None where the store has none.
+    """
+
+    taps: Tensor
+    final: Tensor | None
+
+
+class FeatureStore:
+    """A finished feature store.
+
+    Args:
+        path: the store's folder.
+        table_hash: the sample table it must be made from; None accepts any.
+
+    Attributes:
+        path: the folder.
+        meta: what the store was made from.
+        lengths: int64 ``[len(store)]``, tokens per sample.
+
+    Raises:
+        StoreError: the store is missing, incomplete, damaged, or not made from that table. Damage
+            inside a shard is found when the shard is first used.
+    """
+
+    def __init__(self, path: Path | str, table_hash: str | None = None) -> None:
+        self.path = Path(path)
+        self.meta: StoreMeta = read_meta(self.path)
+        if table_hash is not None and table_hash != self.meta.table_hash:
+            raise StoreError(
+                f"{self.path} was made from sample table {self.meta.table_hash}, not from"
+                f" {table_hash}: extract the present table into another folder, or move this one"
+            )
+        records = read_records(self.path, self.meta)
+        self.lengths: npt.NDArray[np.int64] = np.array(
+            [length for record in records for length in record.lengths], dtype=np.int64
+        )
+        shards = plan_shards(self.lengths, self.meta.shard_tokens)
+        self._check_plan(shards, records)
+        self._first = np.array([shard.first for shard in shards], dtype=np.int64)
+        files = [
+            ShardFiles(
+                self.path, self.meta, shard, record.files, self.lengths[shard.first : shard.stop]
+            )
+            for shard, record in zip(shards, records, strict=True)
+        ]
+        self._files = files
+        # The caches do not refer to the store, so its maps close as soon as it is dropped.
+        self._index: Callable[[int], ShardIndex] = lru_cache(_INDEXED_SHARDS)(
+            lambda shard: files[shard].load_index()
+        )
+        self._states: Callable[[int], dict[str, Tensor]] = lru_cache(_MAPPED_SHARDS)(
+            lambda shard: files[shard].map_states()
+        )
+
+    def __reduce__(self) -> tuple[type["FeatureStore"], tuple[Path]]:
+        # A worker process opens (and checks) its own maps.
+        return FeatureStore, (self.path,)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.meta.num_tokens
+
+    def index(self, i: int) -> SampleIndex:
+        """Sample ``i`` without its states (no state file is touched)."""
+        return SampleIndex(**self._fields(*self._locate(i)))
+
+    def sample(self, i: int) -> StoredSample:
+        """Sample ``i`` with its states, as slices of the memory map."""
+        shard, row = self._locate(i)
+        fields = self._fields(shard, row)
+        start = int(self._index(shard).offsets[row])
+        stop = start + int(self.lengths[i])
+        tensors = self._states(shard)
+        codec = CODECS[self.meta.codec]
+
+        def decode(field: str) -> Tensor:
+            return codec.decode({s: tensors[field + s][start:stop] for s in codec.dtypes})
+
+        final = decode("final") if self.meta.final_hidden else None
+        return StoredSample(**fields, taps=decode("taps"), final=final)
+
+    def checked_head(self) -> Path:
+        """Checksum ``head.safetensors`` and return its path.
+
+        Raises:
+            StoreError: its bytes are not those of the target the states were taken from.
+        """
+        path = self.path / HEAD_NAME
+        found = file_checksum(path)
+        if found != self.meta.head_checksum:
+            raise StoreError(
+                f"{path}: its bytes have changed since it was written (checksum {found}, recorded"
+                f" {self.meta.head_checksum}); delete it and {REMEDY}"
+            )
+        return path
+
+    def verify(self) -> None:
+        """Check the whole store: every file's checksum, every header, every index.
+
+        Raises:
+            StoreError: one line per damaged file.
+        """
+        checks: list[Callable[[], object]] = [self.checked_head]
+        for files in self._files:
+            checks += [files.load_index, files.map_states]
+        problems = []
+        for check in checks:
+            try:
+                check()
+            except StoreError as exc:
+                problems.append(str(exc))
+        if problems:
+            raise StoreError("\n".join(problems))
+
+    def _locate(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a store of {len(self)}")
+        shard = int(np.searchsorted(self._first, i, side="right")) - 1
+        return shard, i - int(self._first[shard])
+
+    def _fields(self, shard: int, row: int) -> dict[str, Any]:
+        index = self._index(shard)
+        start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
+        return {
+            **index.names[row],
+            "input_ids": torch.from_numpy(index.input_ids[start:stop].astype(np.int64)),
+            "loss_mask": torch.from_numpy(index.loss_mask[start:stop].copy()),
+        }
+
+    def _check_plan(self, shards: list[Shard], records: list[ShardRecord]) -> None:
+        """The records must add up to the plan that their lengths imply."""
+        meta = self.meta
+        found = (len(self.lengths), int(self.lengths.sum()), len(shards))
+        wanted = (meta.num_samples, meta.num_tokens, meta.num_shards)
+        if found != wanted:
+            raise StoreError(
+                f"{self.path}: the shards hold {found[0]} samples, {found[1]} tokens in {found[2]}"
+                f" shards, store.json says {wanted[0]}, {wanted[1]} in {wanted[2]}; move this"
+                " folder away and run `drafttrain extract` again"
+            )
+        for shard, record in zip(shards, records, strict=True):
+            if (record.num_samples, record.num_tokens, len(record.lengths)) != (
+                shard.stop - shard.first,
+                shard.tokens,
+                shard.stop - shard.first,
+            ):
+                raise StoreError(
+                    f"{self.path / shard.record}: {record.num_samples} samples and"
+                    f" {record.num_tokens} tokens do not follow the shard plan"
+                    f" ({shard.stop - shard.first}, {shard.tokens}); delete it and {REMEDY}"
+                )

@@ -1,0 +1,201 @@
+"""Write one shard: features of whole samples -> three files, sealed last.
+
+``ShardBuffer`` holds the encoded states of one shard (``[tokens, n_taps, hidden]`` and
+``[tokens, hidden]``), filled sample by sample in any order. Gate: a sample whose states are not one
+row per token, not finite, or zero in a whole row never gets in. Guarantee: bytes depend only on
+samples and states, not on the order of filling. Cost: the shard in memory once, one write, one
+checksum pass.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .codec import CODECS
+from .errors import StoreError
+from .files import file_checksum, publish, write_json
+from .samples import Sample
+from .store_format import (
+    INDEX_SCHEMA,
+    FileRecord,
+    Shard,
+    ShardRecord,
+    StateStatistics,
+    StoreMeta,
+    read_record,
+)
+
+_STATISTICS_ROWS = 8192  # rows per float64 block, so that statistics need little memory
+
+
+class ShardBuffer:
+    """The states of one shard while it is being filled.
+
+    Args:
+        meta: the store's settings.
+        shard: the planned shard.
+        samples: its samples, in table order.
+    """
+
+    def __init__(self, meta: StoreMeta, shard: Shard, samples: Sequence[Sample]) -> None:
+        assert len(samples) == shard.stop - shard.first, "samples do not match the shard plan"
+        self._meta = meta
+        self._shard = shard
+        self._samples = samples
+        self._lengths = [len(sample.input_ids) for sample in samples]
+        assert sum(self._lengths) == shard.tokens, "sample lengths do not match the shard plan"
+        self._offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+        self._tensors = {
+            name: torch.zeros((shard.tokens, *shape), dtype=dtype)
+            for name, (dtype, shape) in meta.tensors().items()
+        }
+        self._filled = [False] * len(samples)
+
+    def add(self, position: int, taps: Tensor, final: Tensor | None) -> None:
+        """Put in one sample's states.
+
+        Args:
+            position: the sample's place in this shard.
+            taps: ``[tokens, n_taps, hidden]``.
+            final: ``[tokens, hidden]`` after the final norm, or None where the store has none.
+
+        Raises:
+            StoreError: rows != tokens, NaN, infinity, or an all-zero row; names sample and tap.
+        """
+        assert (final is not None) == self._meta.final_hidden
+        sample, length = self._samples[position], self._lengths[position]
+        start = int(self._offsets[position])
+        for field, states in (("taps", taps), ("final", final)):
+            if states is None:
+                continue
+            if len(states) != length:
+                raise StoreError(
+                    f"sample {sample.sample_id}: {len(states)} rows of {field} for {length} tokens;"
+                    " the target must return one state per token (no prefix reuse, no cache)"
+                )
+            for suffix, part in CODECS[self._meta.codec].encode(states).items():
+                self._tensors[field + suffix][start : start + length] = part
+        self._gate(sample.sample_id, start, start + length)
+        self._filled[position] = True
+
+    def _gate(self, sample_id: str, start: int, stop: int) -> None:
+        """Refuse what decodes to NaN, infinity or an all-zero row."""
+        taps, final = self._decoded(start, stop)
+        views = [(f"tap {layer}", taps[:, i]) for i, layer in enumerate(self._meta.taps)]
+        if final is not None:
+            views.append(("the final hidden state", final))
+        for name, states in views:
+            finite = torch.isfinite(states).all(dim=-1)
+            if not finite.all():
+                token = int((~finite).nonzero()[0])
+                kind = "NaN" if states[token].isnan().any() else "infinite"
+                raise StoreError(
+                    f"sample {sample_id}: {kind} value in {name} at token {token}; the shard was"
+                    " not written: check the target's dtype (bfloat16 models overflow in float16)"
+                    " or drop the sample"
+                )
+            zero = (states == 0).all(dim=-1)
+            if zero.any():
+                raise StoreError(
+                    f"sample {sample_id}: all-zero row in {name} at token {int(zero.nonzero()[0])};"
+                    " the shard was not written: the target did not compute this state"
+                )
+
+    def _decoded(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        codec = CODECS[self._meta.codec]
+
+        def field(name: str) -> Tensor:
+            parts = {suffix: self._tensors[name + suffix] for suffix in codec.dtypes}
+            return codec.decode({suffix: part[start:stop] for suffix, part in parts.items()})
+
+        return field("taps"), field("final") if self._meta.final_hidden else None
+
+    def _statistics(self) -> tuple[dict[str, StateStatistics], StateStatistics | None]:
+        """Per-tap RMS and largest magnitude, to 6 digits (so summation order cannot show)."""
+        names = [str(layer) for layer in self._meta.taps]
+        names += ["final"] if self._meta.final_hidden else []
+        squares = torch.zeros(len(names), dtype=torch.float64)
+        largest = torch.zeros(len(names), dtype=torch.float64)
+        for start in range(0, self._shard.tokens, _STATISTICS_ROWS):
+            taps, final = self._decoded(start, start + _STATISTICS_ROWS)
+            for i in range(len(names)):
+                states = final if i == taps.shape[1] else taps[:, i]
+                assert states is not None
+                block = states.double()
+                squares[i] += block.square().sum()
+                largest[i] = torch.maximum(largest[i], block.abs().max())
+        count = self._shard.tokens * self._meta.hidden_size
+        result = {
+            name: StateStatistics(
+                rms=float(f"{(squares[i] / count).sqrt().item():.6g}"),
+                max=float(f"{largest[i].item():.6g}"),
+            )
+            for i, name in enumerate(names)
+        }
+        return result, result.pop("final", None)
+
+    def seal(self, folder: Path) -> ShardRecord:
+        """Write the shard's files durably, the record last, and return the record."""
+        missing = [
+            s.sample_id for s, done in zip(self._samples, self._filled, strict=True) if not done
+        ]
+        assert not missing, f"{self._shard.stem}: no states for samples {missing}"
+        shard = self._shard
+        taps, final = self._statistics()
+        publish(folder / shard.parquet, self._write_index)
+        publish(folder / shard.states, lambda tmp: save_file(self._tensors, tmp))
+        record = ShardRecord(
+            index=shard.index,
+            store=self._meta.identity(),
+            table_hash=self._meta.table_hash,
+            num_samples=len(self._samples),
+            num_tokens=shard.tokens,
+            lengths=self._lengths,
+            finite=True,
+            taps=taps,
+            final=final,
+            files={
+                name: FileRecord(
+                    bytes=(folder / name).stat().st_size, xxh3_128=file_checksum(folder / name)
+                )
+                for name in (shard.parquet, shard.states)
+            },
+        ).sealed()
+        write_json(folder / shard.record, record.model_dump())
+        return record
+
+    def _write_index(self, path: Path) -> None:
+        samples = self._samples
+        columns = {
+            "sample_id": [s.sample_id for s in samples],
+            "source": [s.source for s in samples],
+            "mode": [s.mode for s in samples],
+            "greedy": [bool(s.greedy) for s in samples],
+            "offset": self._offsets[:-1],
+            "length": self._lengths,
+            "input_ids": [np.asarray(s.input_ids, dtype=np.int32) for s in samples],
+            "loss_mask": [np.asarray(s.loss_mask, dtype=bool) for s in samples],
+        }
+        pq.write_table(pa.table(columns, schema=INDEX_SCHEMA), path, compression="zstd")
+
+
+def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
+    """Whether a shard is finished: a valid record, and files of the recorded sizes.
+
+    Raises:
+        StoreError: there is a record, but it is damaged or of another store (nothing finished is
+            overwritten on a guess).
+    """
+    if not (folder / shard.record).exists():
+        return False
+    record = read_record(folder, shard.record, meta)
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == file.bytes
+        for name, file in record.files.items()
+    )
