@@ -1,0 +1,33 @@
+"""Settings of the target and of the extraction stage (``target:`` and ``extract:``)."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from drafttrain.data.config import StrictModel
+
+
+class TargetConfig(StrictModel):
+    """The frozen model that is to be decoded faster."""
+
+    path: str = Field(min_length=1, description="a local folder or a hub id")
+    revision: str | None = Field(default=None, description="hub revision; needs a hub id")
+    dtype: Literal["float32", "bfloat16", "float16"]
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where there is one, else cpu"
+    )
+
+
+class ExtractConfig(StrictModel):
+    """What is taken from the target and how it is stored."""
+
+    taps: list[int] | int = Field(
+        default=5,
+        description="layer ids L (output of layer L), or how many to space evenly on [1, layers-3]",
+    )
+    final_hidden: bool = Field(
+        default=True, description="also store the last hidden state after the final norm"
+    )
+    codec: Literal["bf16", "fp32"] = "bf16"
+    shard_tokens: int = Field(default=65536, gt=0, le=1 << 28, description="tokens per shard")
+    batch_tokens: int = Field(default=16384, gt=0, description="padded tokens per target forward")
