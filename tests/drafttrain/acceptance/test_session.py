@@ -1,0 +1,214 @@
+"""Verifying a tree in one forward equals decoding along each of its paths."""
+
+import logging
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.cache_utils import DynamicCache
+
+from drafttrain.acceptance.session import TargetSession, tree_mask
+from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
+from drafttrain.data.errors import TargetError
+
+from .factory import TAPS, VOCAB, make_prompt, make_target, plain_logits
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+def random_tree(rng, nodes, depth=5):
+    """Any tree: not best-first, siblings in any order."""
+    parents, depths = [], [0]
+    while len(parents) < nodes:
+        parent = int(rng.integers(0, len(parents) + 1))
+        if depths[parent] < depth:
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    tokens = rng.choice(VOCAB, nodes, replace=False)
+    return DraftTree(tokens, np.array(parents, dtype=np.int64), np.array(depths[1:]))
+
+
+def path_to(tree, node):
+    path = []
+    while node:
+        path.append(node)
+        node = int(tree.parents[node - 1])
+    return [0, *reversed(path)]
+
+
+def tokens_of(tree, path, anchor):
+    return [anchor, *(int(tree.tokens[node - 1]) for node in path[1:])]
+
+
+def test_every_node_has_the_logits_and_taps_of_plain_decoding_along_its_path(target):
+    rng = np.random.default_rng(0)
+    prompt = make_prompt(9)
+    session = TargetSession(target, TAPS)
+    session.prefill(prompt)
+    tree = random_tree(rng, 12)
+    verified = session.verify(5, tree)
+    for node in range(13):
+        text = prompt.tolist() + tokens_of(tree, path_to(tree, node), 5)
+        torch.testing.assert_close(
+            verified.logits[node], plain_logits(target, text)[-1], atol=1e-4, rtol=1e-4
+        )
+        hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        expected = torch.stack([hidden[layer + 1][0, -1] for layer in TAPS])
+        torch.testing.assert_close(verified.taps[node], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_after_random_commits_the_next_logits_are_those_of_a_plain_forward(target):
+    """100 random trees, each followed by a commit of a random path (fault kind 69)."""
+    rng = np.random.default_rng(1)
+    session = TargetSession(target, TAPS)
+    for _ in range(10):
+        prompt = make_prompt(int(rng.integers(1, 12)), seed=int(rng.integers(1000)))
+        text = prompt.tolist()
+        logits = session.prefill(prompt).logits[0]
+        for _ in range(10):
+            torch.testing.assert_close(logits, plain_logits(target, text)[-1], atol=1e-4, rtol=1e-4)
+            tree = random_tree(rng, int(rng.integers(0, 14)))
+            anchor = int(rng.integers(VOCAB))
+            verified = session.verify(anchor, tree)
+            path = path_to(tree, int(rng.integers(0, len(tree) + 1)))
+            session.commit(path)
+            text += tokens_of(tree, path, anchor)
+            logits = verified.logits[path[-1]]
+            assert session.length == len(text)
+
+
+def test_the_whole_mask_by_hand():
+    """Three prefix tokens, then five nodes; rows look at columns (fault kind 72)."""
+    tree = DraftTree(np.arange(4), np.array([0, 0, 1, 2]), np.array([1, 1, 2, 2]))
+    mask = tree_mask(tree, prefix=3, dtype=torch.float32, device=torch.device("cpu"))
+    low = torch.finfo(torch.float32).min
+    assert mask.shape == (1, 1, 5, 8)
+    assert (mask[0, 0] == torch.where(torch.tensor([
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 1, 0, 1, 0, 1],
+    ]) == 1, 0.0, low)).all()  # fmt: skip
+
+
+def test_only_ancestors_matter(target):
+    """Changing any node changes its descendants and nothing else, to the last bit (fault 72)."""
+    rng = np.random.default_rng(2)
+    tree = random_tree(rng, 10)
+    session = TargetSession(target, TAPS)
+
+    def verified(tokens):
+        session.prefill(make_prompt(3))
+        return session.verify(5, DraftTree(tokens, tree.parents, tree.depths))
+
+    before, sees = verified(tree.tokens), tree.ancestors()
+    for node in range(1, 11):
+        changed = tree.tokens.copy()
+        changed[node - 1] = (changed[node - 1] + 1) % VOCAB
+        after = verified(changed)
+        for other in range(11):
+            same = torch.equal(before.logits[other], after.logits[other])
+            same_taps = torch.equal(before.taps[other], after.taps[other])
+            assert (same, same_taps) == (not sees[other, node],) * 2
+
+
+def test_dropped_nodes_leave_nothing_behind(target):
+    """What was rejected cannot be seen later, nor how much it was (fault kind 69)."""
+    rng, session = np.random.default_rng(3), TargetSession(target, TAPS)
+
+    def after(tree):
+        session.prefill(make_prompt(7))
+        session.verify(5, tree)
+        session.commit([0])
+        return session.verify(6, EMPTY_TREE).logits
+
+    small, first, second = after(EMPTY_TREE), *(after(random_tree(rng, 12)) for _ in range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, small, atol=1e-4, rtol=1e-4)  # shapes round differently
+
+
+def test_rejected_rounds_must_be_committed_before_the_next(target):
+    session = TargetSession(target, TAPS)
+    session.prefill(make_prompt(3))
+    session.verify(5, EMPTY_TREE)
+    with pytest.raises(AssertionError, match="verify follows"):
+        session.verify(5, EMPTY_TREE)
+
+
+def test_nothing_is_deprecated_on_the_way(target, caplog):
+    logging.getLogger("transformers").propagate = True
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        session = TargetSession(target, TAPS)
+        session.prefill(make_prompt(3))
+        session.verify(5, random_tree(np.random.default_rng(0), 4))
+        session.commit([0])
+    assert not caplog.records
+
+
+def test_both_names_of_the_cache_argument_are_understood(target, monkeypatch):
+    """Transformers called it past_key_values before 5.24."""
+    forward, seen = target.model.forward, []
+    name = "past_key_values"
+
+    def older(input_ids, attention_mask=None, position_ids=None, past_key_values=None, **rest):
+        assert isinstance(past_key_values, DynamicCache)
+        seen.append(name)
+        rest[session_name] = past_key_values
+        return forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **rest)
+
+    plain = TargetSession(target, TAPS)
+    session_name = plain._cache_name
+    expected = plain.prefill(make_prompt(4)).logits, plain.verify(5, EMPTY_TREE).logits
+    monkeypatch.setattr(target.model, "forward", older)
+    old = TargetSession(target, TAPS)
+    assert old._cache_name == name
+    got = old.prefill(make_prompt(4)).logits, old.verify(5, EMPTY_TREE).logits
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert len(seen) == 2
+
+
+def wrap(model):
+    """The parts of a target that are looked at before it is refused."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(model=model.eval())
+
+
+def test_sliding_window_layers_are_refused_by_name():
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, use_sliding_window=True, sliding_window=8,
+        max_window_layers=2,
+    )  # fmt: skip
+    with pytest.raises(TargetError, match=r"layer 2 .* DynamicSlidingWindowLayer"):
+        TargetSession(wrap(Qwen2ForCausalLM(config)), [1])
+
+
+def test_recurrent_layers_are_refused_by_name():
+    """Dropping draft tokens does not rewind a recurrent state (fault kind 69)."""
+    config = Qwen3_5TextConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1,
+        linear_num_value_heads=1, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    with pytest.raises(TargetError, match=r"layer 0 .* LinearAttentionLayer.*use replay"):
+        TargetSession(wrap(Qwen3_5ForCausalLM(config)), [1])
+
+
+def test_kernels_without_a_tree_mask_are_refused(target, monkeypatch):
+    monkeypatch.setattr(target.model.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(TargetError, match="flash_attention_2"):
+        TargetSession(target, TAPS)
+
+
+def test_models_without_positions_are_refused(target, monkeypatch):
+    monkeypatch.setattr(target.model, "forward", lambda input_ids, cache=None: None)
+    with pytest.raises(TargetError, match="takes no position_ids"):
+        TargetSession(target, TAPS)
