@@ -1,0 +1,156 @@
+"""The ``drafttrain`` command: one verb per stage, each reading the artifact of the one before.
+
+Every verb takes ``--recipe FILE`` and ``key=value`` overrides. A mistake of the user is one line on
+stderr and exit code 2. Heavy libraries are imported inside the verbs, so ``--help`` is instant.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from drafttrain.data.errors import DraftTrainError
+
+Command = Callable[..., Any]
+
+
+def with_recipe(command: Command) -> Command:
+    """Add ``--recipe`` and overrides; pass the validated recipe as first argument."""
+
+    @click.option(
+        "-r",
+        "--recipe",
+        "path",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="YAML file that describes the run",
+    )
+    @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+    @functools.wraps(command)
+    def wrapped(path: Path, overrides: tuple[str, ...], **options: Any) -> Any:
+        from drafttrain.progress import set_up_logging
+        from drafttrain.recipe import load_recipe
+
+        set_up_logging()
+        return command(load_recipe(path, overrides), **options)
+
+    return wrapped
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="drafttrain")
+def cli() -> None:
+    """Train a speculative-decoding drafter for your own target model.
+
+    \b
+    conversations -> data prepare -> extract -> train -> eval -> export
+    """
+
+
+@cli.command()
+@with_recipe
+def check(recipe: Any) -> None:
+    """Validate a recipe and print it with every default filled in."""
+    import yaml
+
+    click.echo(yaml.safe_dump(recipe.resolved(), sort_keys=False), nl=False)
+
+
+@cli.group()
+def data() -> None:
+    """Conversations to sample tables."""
+
+
+@data.command()
+@with_recipe
+def prepare(recipe: Any) -> None:
+    """Render conversations with the target's template into samples/{train,eval}.parquet."""
+    from drafttrain import stages
+
+    stages.prepare(recipe)
+
+
+@data.command()
+@with_recipe
+def regenerate(recipe: Any) -> None:
+    """Let the target answer the prompts of data.regenerate.prompts (resumable)."""
+    from drafttrain import stages
+
+    stages.regenerate(recipe)
+
+
+@cli.command()
+@with_recipe
+def extract(recipe: Any) -> None:
+    """Run the target over the sample tables and write store/{train,eval} (resumable)."""
+    from drafttrain import stages
+
+    stages.extract(recipe)
+
+
+@cli.command()
+@click.option("--ranks", type=click.IntRange(min=1), help="processes on this machine  [one a GPU]")
+@with_recipe
+def train(recipe: Any, ranks: int | None) -> None:
+    """Train the drafter under DeepSpeed on this machine (resumable)."""
+    from drafttrain.launch import launch_training
+
+    path, overrides = _given_recipe()
+    sys.exit(launch_training(recipe, path, overrides, ranks))
+
+
+@cli.command("eval")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="checkpoint or exported drafter folder  [the newest checkpoint]",
+)
+@with_recipe
+def evaluate(recipe: Any, checkpoint: Path | None) -> None:
+    """Measure acceptance length: replay, and live decoding where eval.live_prompts is set."""
+    from drafttrain import stages
+
+    stages.evaluate(recipe, checkpoint)
+
+
+@cli.command()
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="[the newest checkpoint]")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="folder to create")
+@with_recipe
+def export(recipe: Any, checkpoint: Path | None, out: Path) -> None:
+    """Copy a checkpoint's drafter to a folder that vLLM and SGLang load."""
+    from drafttrain import stages
+
+    stages.export(recipe, checkpoint, out)
+
+
+@cli.group()
+def store() -> None:
+    """Feature stores."""
+
+
+@store.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def verify(folder: Path) -> None:
+    """Check every shard of a store: sizes, headers, checksums, counts."""
+    from drafttrain import stages
+
+    stages.verify_store(folder)
+
+
+def _given_recipe() -> tuple[Path, tuple[str, ...]]:
+    """The recipe file and overrides as the user typed them, for the training processes."""
+    given = click.get_current_context().params
+    return given["path"], given["overrides"]
+
+
+def main() -> None:
+    """Run the command line; a DraftTrainError is one line on stderr and exit code 2."""
+    try:
+        cli(standalone_mode=True)
+    except DraftTrainError as exc:
+        click.echo(f"error: {exc}", err=True)
+        sys.exit(2)

@@ -1,0 +1,67 @@
+"""Start training under the DeepSpeed launcher on this machine, after everything cheap was checked.
+
+The launcher gets a free port (its own default collides when two runs share a machine) and a PATH
+that holds this Python's scripts, which DeepSpeed needs to find ninja. Several nodes are started by
+the cluster's own launcher with ``drafttrain/train.py``.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from drafttrain.data.store_reader import FeatureStore
+
+from .drafter.resolve import resolve_config
+from .engine import accumulation_steps
+from .losses.weights import resolve_gamma
+from .recipe import Recipe
+
+TRAIN_SCRIPT = Path(__file__).with_name("train.py")
+
+
+def launch_training(
+    recipe: Recipe, path: Path, overrides: tuple[str, ...], ranks: int | None
+) -> int:
+    """Check, launch, wait; returns the launcher's exit code.
+
+    Raises:
+        DraftTrainError: before any process starts, when the recipe does not fit its stores.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    ranks = ranks or (torch.cuda.device_count() if cuda else 1)
+    accumulation_steps(recipe.train, ranks)
+    config = resolve_config(recipe.drafter, FeatureStore(recipe.store("train")).meta)
+    resolve_gamma(recipe.train.gamma, config.block_size)
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    if not cuda:
+        environment["DS_ACCELERATOR"] = "cpu"
+        # Without a limit every rank would start one thread per core.
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "-q",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(TRAIN_SCRIPT),
+        "--recipe",
+        str(path),
+        *overrides,
+    ]
+    return subprocess.call(command, env=environment)
+
+
+def free_port() -> int:
+    """A TCP port that was free on this machine a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

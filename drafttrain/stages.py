@@ -1,0 +1,146 @@
+"""What each verb of the command line does: read the finished artifact before it, write its own."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import yaml
+
+from drafttrain.data.errors import CheckpointError, DataError, RecipeError
+from drafttrain.data.files import write_text
+
+from .progress import quiet_libraries, report_console, set_up_logging
+from .recipe import SPLITS, Recipe
+from .run_lock import hold_run
+
+log = logging.getLogger(__name__)
+
+
+def keep_recipe(recipe: Recipe, folder: Path) -> None:
+    """Store the resolved recipe with an artifact."""
+    write_text(folder / "recipe.yaml", yaml.safe_dump(recipe.resolved(), sort_keys=False))
+
+
+def prepare(recipe: Recipe) -> None:
+    """``drafttrain data prepare``: sources -> sample tables."""
+    from drafttrain.data.prepare import prepare as prepare_tables
+    from drafttrain.extract.vocabulary import load_vocabulary
+
+    vocabulary = load_vocabulary(recipe.target)
+    with hold_run(recipe.output, "preparing"):
+        prepare_tables(
+            recipe.data,
+            vocabulary.tokenizer,
+            vocab_rows=vocabulary.rows,
+            mask_token_id=recipe.drafter.mask_token_id,
+            stop_ids=vocabulary.stop_ids,
+            out_dir=recipe.output / "samples",
+        )
+        keep_recipe(recipe, recipe.output / "samples")
+
+
+def regenerate(recipe: Recipe) -> None:
+    """``drafttrain data regenerate``: prompts -> the target's own responses."""
+    from drafttrain.data.regenerate import regenerate as answer
+    from drafttrain.extract.target import load_target
+    from drafttrain.extract.vocabulary import load_vocabulary
+
+    config = recipe.data.regenerate
+    if config.prompts is None or config.output is None:
+        raise RecipeError("data.regenerate.prompts and data.regenerate.output are required here")
+    quiet_libraries()
+    vocabulary = load_vocabulary(recipe.target)
+    answer(
+        config,
+        vocabulary.tokenizer,
+        template_kwargs=recipe.data.template_kwargs,
+        stop_ids=vocabulary.stop_ids,
+        target_name=recipe.target.path,
+        model=load_target(recipe.target).model if config.engine == "local" else None,
+    )
+
+
+def extract(recipe: Recipe) -> None:
+    """``drafttrain extract``: sample tables -> feature stores, target loaded once."""
+    from drafttrain.extract.target import load_target
+    from drafttrain.extract.worker import extract as extract_table
+
+    for split in SPLITS:
+        if not recipe.table(split).exists():
+            raise DataError(
+                f"{recipe.table(split)} does not exist: run `drafttrain data prepare` first"
+            )
+    quiet_libraries()
+    target = load_target(recipe.target)
+    for split in SPLITS:
+        extract_table(target, recipe.extract, recipe.table(split), recipe.store(split))
+        keep_recipe(recipe, recipe.store(split))
+
+
+def evaluate(recipe: Recipe, checkpoint: Path | None) -> None:
+    """``drafttrain eval``: a checkpoint -> its acceptance report, printed at the end."""
+    from .acceptance.checkpoints import evaluate_checkpoint
+    from .acceptance.render import to_terminal
+
+    quiet_libraries()
+    folder, step = drafter_folder(recipe, checkpoint)
+    # A drafter from outside the run gets a report of its own, beside no curve of the run's.
+    reports = recipe.reports if step is not None else recipe.reports / folder.resolve().name
+    log.info("evaluating %s", folder)
+    report = evaluate_checkpoint(recipe, folder, step or 0, reports)
+    report_console.print(to_terminal(report))
+    log.info("report written to %s", reports)
+
+
+def verify_store(folder: Path) -> None:
+    """``drafttrain store verify``: every byte of a store against its records."""
+    from drafttrain.data.store_reader import FeatureStore
+
+    set_up_logging()
+    store = FeatureStore(folder)
+    store.verify()
+    log.info("%s: %d samples, %d tokens, all shards whole", folder, len(store), store.num_tokens)
+
+
+def drafter_folder(recipe: Recipe, checkpoint: Path | None) -> tuple[Path, int | None]:
+    """The drafter to use and its step (None for a folder outside the run).
+
+    Args:
+        recipe: names the run.
+        checkpoint: a checkpoint or exported drafter; None means the newest checkpoint.
+    """
+    from .checkpoint import DRAFTER, find_complete, step_of
+
+    if checkpoint is None:
+        checkpoint = find_complete(recipe.checkpoints, resumable=False)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{recipe.checkpoints} holds no complete checkpoint: run `drafttrain train` first"
+            )
+    inner = checkpoint / DRAFTER
+    if inner.is_dir():
+        return inner, step_of(checkpoint)
+    if not (checkpoint / "config.json").exists():
+        raise CheckpointError(
+            f"{checkpoint} is neither a checkpoint nor a drafter folder (no config.json in it)"
+        )
+    return checkpoint, None
+
+
+def export(recipe: Recipe, checkpoint: Path | None, out: Path) -> None:
+    """``drafttrain export``: a checked copy of a drafter, with the settings engines need."""
+    import torch
+
+    from .export import CONFIG_FILE, WEIGHTS_FILE, load_drafter
+    from .serving import serving_notes
+
+    folder, _ = drafter_folder(recipe, checkpoint)
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out} exists and is not empty: choose another --out")
+    config = load_drafter(folder, torch.device("cpu")).config
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        shutil.copyfile(folder / name, out / name)
+    write_text(out / "README.md", serving_notes(config, recipe.target.path))
+    keep_recipe(recipe, out)
+    log.info("exported %s to %s", folder, out)

@@ -1,0 +1,260 @@
+"""The training loop: feature store -> drafter checkpoints, one DeepSpeed process per rank.
+
+    step s:  N samples of the global order -> micro-batches -> weighted cross-entropy, normalised by
+             the sum of weights over all ranks and accumulation steps -> one optimizer step
+
+Guarantees: the order, the anchors and the initial weights depend on the recipe's seed alone, so a
+run that was killed and started again, or split over other ranks, follows the same trace (bit for
+bit on the same ranks, to rounding on others). The target is never loaded: the LM head and the
+embedding come from the store, frozen, outside the engine.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from torch import Tensor
+
+from drafttrain.data.errors import RecipeError
+from drafttrain.data.files import content_hash, write_text
+from drafttrain.data.order import global_batch
+from drafttrain.data.store_reader import FeatureStore
+from drafttrain.extract.head import load_head
+
+from .batches import Batch, make_batch
+from .checkpoint import find_complete, load_state, prune, save_checkpoint
+from .drafter.masks import layer_masks
+from .drafter.model import Drafter
+from .drafter.parallel import block_embeddings
+from .drafter.resolve import resolve_config
+from .engine import accumulation_steps, build_engine, loss_scale_for, take_step
+from .export import load_drafter
+from .losses.head_loss import head_cross_entropy
+from .losses.weights import decay_weights, resolve_gamma
+from .metrics_log import MetricsLog
+from .progress import make_progress
+from .recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+# Tile size of flex_attention; rows are rounded up to it, on a CPU padding would only cost.
+_CUDA_MULTIPLE = 128
+
+# Called with (checkpoint folder, step) after each checkpoint, on every rank.
+AfterCheckpoint = Callable[[Path, int], dict[str, float]]
+
+
+class Trainer:
+    """Everything one rank holds while training.
+
+    Args:
+        recipe: the whole recipe.
+        device: this rank's device.
+        after_checkpoint: evaluation of a finished checkpoint; its numbers are logged.
+    """
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, after_checkpoint: AfterCheckpoint
+    ) -> None:
+        self.recipe, self.device, self.after_checkpoint = recipe, device, after_checkpoint
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        train = recipe.train
+        self.micro_batches = accumulation_steps(train, self.world)
+        self.store = FeatureStore(recipe.store("train"))
+        self.total_steps = round(train.epochs * len(self.store) / train.global_batch)
+        if self.total_steps < 1:
+            raise RecipeError(
+                f"train.epochs {train.epochs} of {len(self.store)} samples make no step of "
+                f"train.global_batch {train.global_batch}"
+            )
+        self.config = resolve_config(recipe.drafter, self.store.meta)
+        self.gamma = resolve_gamma(train.gamma, self.config.block_size)
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        self.head = load_head(self.store).to(device, dtype)
+        self.engine = build_engine(self._new_drafter(), train, self.total_steps, self.world)
+
+    def run(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        done = self._resume()
+        if done >= self.total_steps:
+            log.info("training is finished already: %d steps", done)
+            return
+        self._log = MetricsLog(self.recipe.output, done) if self.rank == 0 else None
+        if self.rank == 0:
+            self._announce(done)
+        with ThreadPoolExecutor(1) as loader, make_progress(self.rank == 0) as progress:
+            task = progress.add_task("training", total=self.total_steps, completed=done)
+            upcoming = loader.submit(self._load, done)
+            for step in range(done, self.total_steps):
+                batches, upcoming, waited = self._take(upcoming, loader, step)
+                line = self._step(step, batches, waited)
+                self._report(progress, task, line)
+                if (step + 1) % self.recipe.train.checkpoint_every == 0 or self._last(step):
+                    self._checkpoint(step + 1)
+        if self._log:
+            self._log.close()
+
+    def _new_drafter(self) -> Drafter:
+        init = self.recipe.drafter.init
+        if init is None:
+            return Drafter(self.config).init_weights(self.recipe.seed)
+        drafter = load_drafter(Path(init), torch.device("cpu"), torch.float32)
+        if drafter.config != self.config:
+            names = [
+                name
+                for name in type(self.config).model_fields
+                if getattr(drafter.config, name) != getattr(self.config, name)
+            ]
+            raise RecipeError(
+                f"drafter.init {init} differs from the recipe and target in {', '.join(names)}"
+            )
+        return drafter.train()
+
+    def _resume(self) -> int:
+        folder = find_complete(self.recipe.checkpoints, resumable=True)
+        if folder is None:
+            return 0
+        done = load_state(self.engine, folder, self.recipe)
+        log.info("continuing from %s (%d of %d steps)", folder, done, self.total_steps)
+        return done
+
+    def _announce(self, done: int) -> None:
+        recipe, count = self.recipe, sum(p.numel() for p in self.engine.module.parameters())
+        write_text(recipe.output / "drafter_config.json", self.config.model_dump_json(indent=2))
+        log.info(
+            "%d steps of %d samples (%d left), %s parameters, %d ranks x %d micro-batches of "
+            "%d, ZeRO %d, %s, slot decay gamma %g",
+            self.total_steps,
+            recipe.train.global_batch,
+            self.total_steps - done,
+            f"{count:,}",
+            self.world,
+            self.micro_batches,
+            recipe.train.micro_batch,
+            recipe.train.zero_stage,
+            recipe.train.precision,
+            self.gamma,
+        )
+
+    def _pairs(self, step: int) -> list[tuple[int, int]]:
+        size = self.recipe.train.global_batch
+        return global_batch(len(self.store), self.recipe.seed, step, size)
+
+    def _load(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step, on the host."""
+        train, pairs = self.recipe.train, self._pairs(step)
+        share = len(pairs) // self.world
+        mine = pairs[self.rank * share : (self.rank + 1) * share]
+        return [
+            make_batch(
+                self.store,
+                mine[first : first + train.micro_batch],
+                seed=self.recipe.seed,
+                anchors=train.anchors,
+                block_size=self.config.block_size,
+                packing=train.packing,
+                multiple=_CUDA_MULTIPLE if self.device.type == "cuda" else 1,
+            )
+            for first in range(0, share, train.micro_batch)
+        ]
+
+    def _take(
+        self, upcoming: "Future[list[Batch]]", loader: ThreadPoolExecutor, step: int
+    ) -> tuple[list[Batch], "Future[list[Batch]]", float]:
+        """Wait for a step's batches and start loading the next step's."""
+        start = time.perf_counter()
+        batches = upcoming.result()
+        waited = time.perf_counter() - start
+        following = loader.submit(self._load, min(step + 1, self.total_steps - 1))
+        return batches, following, waited
+
+    def _step(self, step: int, batches: list[Batch], waited: float) -> dict[str, Any]:
+        """One optimizer step; returns the log line."""
+        start = time.perf_counter()
+        weights = [decay_weights(batch.supervised, self.gamma) for batch in batches]
+        total = torch.stack([w.sum() for w in weights]).sum().to(self.device)
+        dist.all_reduce(total)
+        sums = torch.zeros(2 + 2 * self.config.num_draft_tokens, device=self.device)
+        scale = loss_scale_for(self.engine, self.world)
+        grad_norm = 0.0
+        for batch, weight in zip(batches, weights, strict=True):
+            loss, right, count = self._forward(batch, weight.to(self.device))
+            normalised = loss / total
+            self.engine.backward(normalised * scale)
+            grad_norm = take_step(self.engine)
+            tokens = torch.tensor([float(batch.num_tokens)], device=self.device)
+            sums += torch.cat((normalised.detach()[None], tokens, right, count))
+        dist.all_reduce(sums)
+        slots = self.config.num_draft_tokens
+        accuracy = sums[2 : 2 + slots] / sums[2 + slots :].clamp(min=1)
+        seconds = time.perf_counter() - start
+        size = self.recipe.train.global_batch
+        samples = [self.store.index(i).sample_id for _, i in self._pairs(step)]
+        return {
+            "step": step + 1,
+            "epoch": round((step + 1) * size / len(self.store), 4),
+            "loss": sums[0].item(),
+            "lr": self.engine.lr_scheduler.get_last_lr()[0],
+            "grad_norm": grad_norm,
+            "slot_accuracy": [round(a, 4) for a in accuracy.tolist()],
+            "first_slot_accuracy": accuracy[0].item(),
+            "tokens_per_s": sums[1].item() / seconds,
+            "step_s": seconds,
+            "data_wait_s": waited,
+            "samples": content_hash(samples),
+        }
+
+    def _forward(self, batch: Batch, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss sum, and right predictions and labels per slot [B-1]."""
+        config, device = self.config, self.device
+        layout = batch.layout.to(device)
+        anchor_ids = batch.anchor_ids.to(device)
+        embeds = block_embeddings(self.head, anchor_ids, config.block_size, config.mask_token_id)
+        hidden = self.engine(
+            batch.taps.to(device, non_blocking=True),
+            layout.context_pos,
+            embeds,
+            layout.block_pos,
+            layer_masks(
+                layout,
+                config.layer_types,
+                config.sliding_window,
+                flex=device.type == "cuda",
+            ),
+        )
+        slots = hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
+        row, anchor, slot = batch.supervised.to(device).nonzero(as_tuple=True)
+        labels = batch.labels.to(device)[row, anchor, slot]
+        loss, predicted = head_cross_entropy(
+            slots[row, anchor, slot], self.head.lm_head, labels, weight[row, anchor, slot]
+        )
+        empty = torch.zeros(config.num_draft_tokens, device=device)
+        right = empty.index_add(0, slot, (predicted == labels).float())
+        return loss, right, empty.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
+
+    def _report(self, progress: Progress, task: Any, line: dict[str, Any]) -> None:
+        progress.update(
+            task,
+            advance=1,
+            description=f"training  loss {line['loss']:.3f}  slot 1 {line['slot_accuracy'][0]:.1%}"
+            f"  {line['tokens_per_s']:.0f} tok/s",
+        )
+        if self._log:
+            self._log.write(line)
+
+    def _last(self, step: int) -> bool:
+        return step + 1 == self.total_steps
+
+    def _checkpoint(self, step: int) -> None:
+        folder = save_checkpoint(self.engine, self.config, self.recipe, step)
+        if self.rank == 0:
+            prune(self.recipe.checkpoints, self.recipe.train.keep_checkpoints)
+        numbers = self.after_checkpoint(folder, step)
+        if self._log:
+            self._log.scalars(step, numbers)
