@@ -127,6 +127,16 @@ def export(recipe: Any, checkpoint: Path | None, out: Path) -> None:
     stages.export(recipe, checkpoint, out)
 
 
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--svg", type=click.Path(path_type=Path), help="also save the screen as a picture")
+def report(file: Path, svg: Path | None) -> None:
+    """Show a finished report (reports/step-NNNNNN.json) on the screen."""
+    from drafttrain import stages
+
+    stages.show_report(file, svg)
+
+
 @cli.group()
 def store() -> None:
     """Feature stores."""

@@ -16,6 +16,8 @@ from rich.progress import (
 
 console = Console(stderr=True)
 report_console = Console()
+if not report_console.is_terminal:
+    report_console.width = 110
 
 
 def make_progress(enabled: bool = True) -> Progress:

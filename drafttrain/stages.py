@@ -92,6 +92,26 @@ def evaluate(recipe: Recipe, checkpoint: Path | None) -> None:
     log.info("report written to %s", reports)
 
 
+def show_report(file: Path, svg: Path | None) -> None:
+    """``drafttrain report``: a finished report on the screen, and as a picture."""
+    import io
+    import re
+
+    from rich.console import Console
+
+    from .acceptance.render import to_terminal
+    from .acceptance.report import read_report
+
+    shown = to_terminal(read_report(file))
+    report_console.print(shown)
+    if svg is not None:
+        console = Console(record=True, width=112, file=io.StringIO())
+        console.print(shown)
+        picture = console.export_svg(title=f"drafttrain report {file.name}")
+        # Without the web fonts that rich links to: a picture must not load anything.
+        write_text(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
+
+
 def verify_store(folder: Path) -> None:
     """``drafttrain store verify``: every byte of a store against its records."""
     from drafttrain.data.store_reader import FeatureStore

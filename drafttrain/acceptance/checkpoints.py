@@ -22,6 +22,7 @@ from .evaluate import evaluate_live, evaluate_replay
 from .publish import build_report, publish_report
 from .records import LiveResult, ReplayResult, merge
 from .report import Report
+from .session import TargetSession
 from .settings import EvalSettings, settings_of
 
 log = logging.getLogger(__name__)
@@ -78,10 +79,13 @@ def evaluate_checkpoint(recipe: Recipe, drafter_folder: Path, step: int, reports
     store = FeatureStore(recipe.store("eval"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     drafter, head = _load(drafter_folder, store, device)
+    target = load_target(recipe.target) if recipe.eval.live_prompts else None
+    if target is not None:
+        # Refuses a target that cannot be decoded exactly, before the replay is spent on it.
+        TargetSession(target, store.meta.taps)
     replay = evaluate_replay(drafter, head, store, recipe.eval)
     live: LiveResult | None = None
-    if recipe.eval.live_prompts:
-        target = load_target(recipe.target)
+    if target is not None:
         live = evaluate_live(target, drafter, head, store, recipe.eval)
     settings = _settings(recipe, store)
     report = build_report(step, settings, drafter.config, recipe.eval, replay, live)
