@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from torch import Tensor
 
 from drafttrain.data.errors import RecipeError
@@ -38,13 +38,16 @@ from .export import load_drafter
 from .losses.head_loss import head_cross_entropy
 from .losses.weights import decay_weights, resolve_gamma
 from .metrics_log import MetricsLog
-from .progress import make_progress
+from .progress import console, make_progress
 from .recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 # Tile size of flex_attention; rows are rounded up to it, on a CPU padding would only cost.
 _CUDA_MULTIPLE = 128
+
+# A log file has no bar: one line this often instead.
+_SAY_EVERY_S = 30.0
 
 # Called with (checkpoint folder, step) after each checkpoint, on every rank.
 AfterCheckpoint = Callable[[Path, int], dict[str, float]]
@@ -86,6 +89,7 @@ class Trainer:
             log.info("training is finished already: %d steps", done)
             return
         self._log = MetricsLog(self.recipe.output, done) if self.rank == 0 else None
+        self._said = time.monotonic()
         if self.rank == 0:
             self._announce(done)
         with ThreadPoolExecutor(1) as loader, make_progress(self.rank == 0) as progress:
@@ -238,15 +242,25 @@ class Trainer:
         right = empty.index_add(0, slot, (predicted == labels).float())
         return loss, right, empty.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
 
-    def _report(self, progress: Progress, task: Any, line: dict[str, Any]) -> None:
-        progress.update(
-            task,
-            advance=1,
-            description=f"training  loss {line['loss']:.3f}  slot 1 {line['slot_accuracy'][0]:.1%}"
-            f"  {line['tokens_per_s']:.0f} tok/s",
+    def _report(self, progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
+        shown = (
+            f"loss {line['loss']:.3f}  slot 1 {line['first_slot_accuracy']:.1%}  "
+            f"{line['tokens_per_s']:.0f} tok/s"
         )
-        if self._log:
-            self._log.write(line)
+        progress.update(task, advance=1, description=f"training  {shown}")
+        if self._log is None:
+            return
+        self._log.write(line)
+        if not console.is_terminal and time.monotonic() - self._said >= _SAY_EVERY_S:
+            self._said = time.monotonic()
+            left = progress.tasks[task].time_remaining
+            log.info(
+                "step %d of %d  %s  %s left",
+                line["step"],
+                self.total_steps,
+                shown,
+                "?" if left is None else f"{left:.0f} s",
+            )
 
     def _last(self, step: int) -> bool:
         return step + 1 == self.total_steps
