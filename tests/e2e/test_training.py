@@ -202,3 +202,27 @@ def test_training_before_extraction_names_the_missing_step(target, tmp_path):
     recipe = tiny.make_recipe(tmp_path, target)
     done = drafttrain("train", "--recipe", str(recipe))
     assert done.returncode == 2 and "run `drafttrain extract`" in done.stderr
+
+
+def test_eval_decodes_live_and_prints_the_report(undisturbed, tmp_path):
+    output = Path(yaml.safe_load(undisturbed.read_text())["output"])
+    options = ["eval.live_prompts=3", "eval.max_new_tokens=16", "eval.temperatures=[0.0, 1.0]"]
+    done = drafttrain("eval", "--recipe", str(undisturbed), *options)
+    assert done.returncode == 0, done.stderr
+    for title in ("Acceptance length, replay", "Losslessness", "Replay against live", "Speed"):
+        assert title in done.stdout
+    file = output / "reports" / "step-000024.json"
+    report = json.loads(file.read_text())
+    for section in report["live"]:
+        for row in section["lossless"]:
+            assert row["identical"] == row["responses"] == 3
+    picture = tmp_path / "report.svg"
+    shown = drafttrain("report", str(file), "--svg", str(picture))
+    assert shown.returncode == 0 and "Losslessness" in shown.stdout
+    assert picture.read_text().startswith("<svg") and "@font-face" not in picture.read_text()
+    # A drafter from outside the run is evaluated the same way, into a folder of its own.
+    out = tmp_path / "drafter"
+    assert drafttrain("export", "-r", str(undisturbed), "--out", str(out)).returncode == 0
+    done = drafttrain("eval", "-r", str(undisturbed), "--checkpoint", str(out))
+    assert done.returncode == 0, done.stderr
+    assert (output / "reports" / "drafter" / "step-000000.json").exists()

@@ -1,0 +1,77 @@
+"""The verbs around training, as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from . import tiny
+from .conftest import drafttrain
+
+
+def test_regenerated_responses_become_a_greedy_source(target, tmp_path):
+    """Prompts -> the target's own answers -> sample tables, by the command line alone."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    tiny.make_conversations(prompts, 6, 3)
+    recipe = tiny.make_recipe(
+        tmp_path,
+        target,
+        data={
+            "eval": [{"path": str(answers), "name": "own"}],
+            "regenerate": {
+                "prompts": str(prompts),
+                "output": str(answers),
+                "batch_size": 4,
+                "max_new_tokens": 12,
+            },
+        },
+    )
+    for _ in range(2):  # the second run finds everything done
+        done = drafttrain("data", "regenerate", "-r", str(recipe))
+        assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(rows) == 6 and all(row["response_ids"] for row in rows)
+    done = drafttrain("data", "prepare", "-r", str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert "eval own: 6 samples" in done.stderr and "6 greedy" in done.stderr
+    sampled = drafttrain("data", "regenerate", "-r", str(recipe), "data.regenerate.temperature=1")
+    assert sampled.returncode == 2 and "temperature" in sampled.stderr  # never mixed in one file
+
+
+def test_check_prints_the_resolved_recipe(extracted):
+    done = drafttrain("check", "-r", str(extracted), "train.lr=1e-3")
+    values = yaml.safe_load(done.stdout)
+    assert values["train"]["lr"] == 1e-3 and values["train"]["clip"] == 1.0
+
+
+def test_store_verify_names_a_flipped_byte(extracted, tmp_path):
+    """(fault kind 37)"""
+    store = Path(yaml.safe_load(extracted.read_text())["output"]) / "store" / "eval"
+    assert drafttrain("store", "verify", str(store)).returncode == 0
+    copy = tmp_path / "store"
+    copy.mkdir()
+    for path in store.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    shard = copy / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    done = drafttrain("store", "verify", str(copy))
+    assert done.returncode == 2 and "shard-00000.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["extract"], "run `drafttrain data prepare` first"),
+        (["train"], "run `drafttrain extract`"),
+        (["eval"], "run `drafttrain train` first"),
+        (["data", "regenerate"], "data.regenerate.prompts"),
+    ],
+)
+def test_a_stage_without_the_one_before_says_which(target, tmp_path, arguments, message):
+    recipe = tiny.make_recipe(tmp_path, target)
+    done = drafttrain(*arguments, "--recipe", str(recipe))
+    assert done.returncode == 2 and message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
