@@ -5,12 +5,13 @@ too, so neither a kill nor a power cut leaves a short file under a final name (c
 the file and one of the folder).
 """
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -26,6 +27,18 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Take the exclusive lock of an open file; False if another live process holds it.
+
+    The kernel drops the lock when the file is closed or the process ends, however it ends.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def publish(path: Path, write: Callable[[Path], None]) -> None:

@@ -13,15 +13,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from .chat import ChatTemplate, Tools
 from .config import RegenerateConfig, SourceConfig
@@ -30,6 +22,7 @@ from .errors import DataError
 from .files import content_hash
 from .generation import Engine, Generation, Prompt
 from .messages import Message, split_reasoning
+from .progress import make_progress
 from .responses import ResponseLog
 from .sources import Conversation, Record, TokenRecord, read_source
 
@@ -114,16 +107,9 @@ def _engine(
 
 def _run(engine: Engine, waiting: list[Prompt], writer: "_Writer") -> None:
     """Drive the engine, with a progress line."""
-    columns = (
-        TextColumn("regenerate"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(waiting), rate="")
+    columns = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with make_progress(*columns) as progress:
+        task = progress.add_task("regenerate", total=len(waiting), rate="")
         for generation in engine(waiting):
             writer.add(generation)
             elapsed = progress.tasks[0].elapsed or 1e-9

@@ -13,7 +13,6 @@ with a half-written last line, which the next run removes and redoes; one writer
 Cost: one write per response, one fsync a second.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from .errors import DataError
-from .files import read_json, write_json
+from .files import read_json, try_lock, write_json
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +91,10 @@ class ResponseLog:
         self._synced = time.monotonic()
 
     def _lock(self, file: BinaryIO) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(file):
             raise DataError(
                 f"{self._path} is being written by another process: wait for it or stop it"
-            ) from None
+            )
 
     def _check_settings(self) -> None:
         path = self._path.with_name(f"{self._path.stem}.settings.json")

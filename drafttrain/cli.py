@@ -31,7 +31,7 @@ def with_recipe(command: Command) -> Command:
     @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
     @functools.wraps(command)
     def wrapped(path: Path, overrides: tuple[str, ...], **options: Any) -> Any:
-        from drafttrain.progress import set_up_logging
+        from drafttrain.messages import set_up_logging
         from drafttrain.recipe import load_recipe
 
         set_up_logging()

@@ -3,13 +3,13 @@
 Killing a launcher can leave its ranks alive; a second start must not write beside them.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from drafttrain.data.errors import DraftTrainError
+from drafttrain.data.files import try_lock
 
 
 @contextmanager
@@ -25,14 +25,12 @@ def hold_run(folder: Path, work: str, rank: int = 0) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{work}.lock"
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(file):
             file.seek(0)
             raise DraftTrainError(
                 f"process {file.read().strip() or '?'} is already {work} in {folder}: wait for it "
                 "or end it, then run the same command again"
-            ) from None
+            )
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -9,7 +9,7 @@ import yaml
 from drafttrain.data.errors import CheckpointError, DataError, RecipeError
 from drafttrain.data.files import write_text
 
-from .progress import quiet_libraries, report_console, set_up_logging
+from .messages import quiet_libraries, report_console, set_up_logging
 from .recipe import SPLITS, Recipe
 from .run_lock import hold_run
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from drafttrain.data.errors import DraftTrainError
-from drafttrain.progress import set_up_logging
+from drafttrain.messages import set_up_logging
 from drafttrain.recipe import Recipe, load_recipe
 
 

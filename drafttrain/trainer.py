@@ -24,6 +24,7 @@ from torch import Tensor
 from drafttrain.data.errors import RecipeError
 from drafttrain.data.files import content_hash, write_text
 from drafttrain.data.order import global_batch
+from drafttrain.data.progress import console, make_progress
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.extract.head import load_head
 
@@ -38,7 +39,6 @@ from .export import load_drafter
 from .losses.head_loss import head_cross_entropy
 from .losses.weights import decay_weights, resolve_gamma
 from .metrics_log import MetricsLog
-from .progress import console, make_progress
 from .recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Trainer:
         self._said = time.monotonic()
         if self.rank == 0:
             self._announce(done)
-        with ThreadPoolExecutor(1) as loader, make_progress(self.rank == 0) as progress:
+        with ThreadPoolExecutor(1) as loader, make_progress(enabled=self.rank == 0) as progress:
             task = progress.add_task("training", total=self.total_steps, completed=done)
             upcoming = loader.submit(self._load, done)
             for step in range(done, self.total_steps):

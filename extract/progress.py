@@ -4,17 +4,10 @@ Only work of this run is counted, so the rate and the time left of a resumed run
 to stderr, and only where that is a terminal; log files get one line per shard from the worker.
 """
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
+
+from drafttrain.data.progress import make_progress
 
 
 class _Rate(ProgressColumn):
@@ -27,17 +20,9 @@ class _Rate(ProgressColumn):
 
 def extraction_progress() -> Progress:
     """A progress display whose unit is the token."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("extract {task.description}"),
-        BarColumn(),
+    return make_progress(
         TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
         _Rate(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
     )
 
 

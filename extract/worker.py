@@ -7,7 +7,6 @@ writes a store at a time. Cost: one target forward per token, one shard in memor
 """
 
 import errno
-import fcntl
 import logging
 import shutil
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from rich.progress import Progress, TaskID
 
 from drafttrain.data.errors import StoreError
-from drafttrain.data.files import file_checksum
+from drafttrain.data.files import file_checksum, try_lock
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import (
     HEAD_NAME,
@@ -109,12 +108,10 @@ def _check_samples(table: SampleTable, target: Target, table_path: Path) -> None
 def _only_writer(out_dir: Path) -> Iterator[None]:
     """Hold the store's lock; the system drops it when the process ends, however it ends."""
     with (out_dir / _LOCK_NAME).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             raise StoreError(
                 f"{out_dir}: another process is extracting into this store; wait for it or stop it"
-            ) from None
+            )
         yield
 
 
@@ -203,7 +200,7 @@ def _run(
     tokens = sum(shard.tokens for shard in todo)
     started = time.monotonic()
     with extraction_progress() as progress:
-        task = progress.add_task(out_dir.name, total=tokens)
+        task = progress.add_task(f"extract {out_dir.name}", total=tokens)
         for count, shard in enumerate(todo, start=1):
             try:
                 _extract_shard(target, config, table, meta, shard, out_dir, (progress, task))

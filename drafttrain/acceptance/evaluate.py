@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.progress import track
-
 from drafttrain.data.errors import TargetError
+from drafttrain.data.progress import tracked
 from drafttrain.data.store_reader import FeatureStore, SampleIndex, StoredSample
 from drafttrain.drafter.model import Drafter
 from drafttrain.drafter.parallel import draft_anchors
@@ -88,7 +87,7 @@ def replay_store(
     chosen = range(len(store)) if indices is None else indices
     result = ReplayResult(block_size=drafting.block_size)
     samples = skipped = 0
-    for i in track(chosen, "replay", disable=not progress, transient=True):
+    for i in tracked(chosen, "replay", progress):
         index = store.index(i)
         spans = spans_of(index.loss_mask)
         if spans and index.source not in result.prompt_heads:
@@ -152,7 +151,7 @@ def decode_store(
     chosen = live_indices(store, config.live_prompts) if indices is None else indices
     live = _Live(target, drafting, store, config)
     result = LiveResult(block_size=drafting.block_size)
-    for number, i in enumerate(track(chosen, "live", disable=not progress, transient=True)):
+    for number, i in enumerate(tracked(chosen, "live", progress)):
         if number == 0:
             live.warm_up(i)
         for temperature in config.temperatures:

@@ -26,7 +26,7 @@ from drafttrain.data.store_reader import FeatureStore
 from drafttrain.export import load_drafter
 from drafttrain.extract.head import load_head
 from drafttrain.extract.target import Target, load_target
-from drafttrain.progress import quiet_libraries, set_up_logging
+from drafttrain.messages import quiet_libraries, set_up_logging
 from drafttrain.recipe import Recipe, load_recipe
 from tests.drafttrain.acceptance.proposers import drafting
 

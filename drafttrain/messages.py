@@ -1,36 +1,16 @@
-"""How long work looks on a terminal: one bar with time left; plain lines in a log file."""
+"""Messages of the command line: where they go, and what libraries may say beside them."""
 
 import logging
 import os
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-console = Console(stderr=True)
+from drafttrain.data.progress import console
+
 report_console = Console()
 if not report_console.is_terminal:
     report_console.width = 110
-
-
-def make_progress(enabled: bool = True) -> Progress:
-    """A progress bar on stderr, shown only where ``enabled`` and on a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not enabled,
-    )
 
 
 def set_up_logging(rank: int = 0) -> None:
