@@ -127,7 +127,7 @@ def test_training_killed_ten_times_follows_the_undisturbed_trace(undisturbed, ex
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_follow_the_trace_of_one(undisturbed, extracted, tmp_path, stage):
     recipe = copy_run(extracted, tmp_path, zero_stage=stage)
     done = drafttrain("train", "--ranks", "2", "--recipe", str(recipe))
