@@ -51,6 +51,14 @@ def publish(path: Path, write: Callable[[Path], None]) -> None:
     fsync_path(path.parent)
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files that interrupted writers left in a folder nobody is writing to now.
+
+    Ours end in ``.tmp``; safetensors writes to ``.tmp`` and random letters before it renames.
+    """
+    return sorted({*folder.glob("*.tmp"), *folder.glob(".tmp*")})
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     publish(path, lambda tmp: _write(tmp, text))

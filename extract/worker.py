@@ -18,7 +18,7 @@ import numpy as np
 from rich.progress import Progress, TaskID
 
 from drafttrain.data.errors import StoreError
-from drafttrain.data.files import file_checksum, try_lock
+from drafttrain.data.files import file_checksum, leftovers, try_lock
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import (
     HEAD_NAME,
@@ -116,7 +116,7 @@ def _only_writer(out_dir: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(out_dir: Path) -> None:
-    for path in sorted(out_dir.glob("*.tmp")):
+    for path in leftovers(out_dir):
         _LOGGER.info("removing %s, left by an interrupted run", path)
         path.unlink()
 
