@@ -63,7 +63,7 @@ def save_checkpoint(engine: Any, config: DrafterConfig, recipe: Recipe, step: in
     dist.barrier()
     if rank == 0:
         save_drafter(config, weights, tmp / DRAFTER)
-        (tmp / "recipe.yaml").write_text(yaml.safe_dump(recipe.resolved(), sort_keys=False))
+        (tmp / "recipe.yaml").write_text(recipe.to_yaml())
         files = sorted(p for p in tmp.rglob("*") if p.is_file())
         for path in files:
             fsync_path(path)
@@ -93,9 +93,7 @@ def find_complete(root: Path, *, resumable: bool) -> Path | None:
         root: the run's checkpoint folder.
         resumable: only those that still hold optimizer state.
     """
-    for folder in sorted(root.glob("step-*"), reverse=True):
-        if folder.suffix or not folder.is_dir():
-            continue
+    for folder in reversed(_step_folders(root)):
         problem = _problem(folder, resumable)
         if problem is None:
             return folder
@@ -143,13 +141,17 @@ def check_same_run(folder: Path, recipe: Recipe) -> None:
 
 def prune(root: Path, keep: int) -> None:
     """Drop the optimizer state of all but the newest ``keep`` checkpoints; drafters stay."""
-    complete = [f for f in sorted(root.glob("step-*")) if f.is_dir() and not f.suffix]
-    resumable = [f for f in complete if _problem(f, resumable=True) is None]
+    resumable = [f for f in _step_folders(root) if _problem(f, resumable=True) is None]
     for folder in resumable[:-keep]:
         marker = read_json(folder / MARKER, CheckpointError, "remove the folder")
         files = {k: v for k, v in marker["files"].items() if not k.startswith(STATE + "/")}
         write_json(folder / MARKER, marker | {"resumable": False, "files": files})
         shutil.rmtree(folder / STATE)
+
+
+def _step_folders(root: Path) -> list[Path]:
+    """Checkpoints under their final name, oldest first: none that is temporary or set aside."""
+    return [f for f in sorted(root.glob("step-*")) if f.is_dir() and not f.suffix]
 
 
 def _problem(folder: Path, resumable: bool) -> str | None:

@@ -54,9 +54,7 @@ def cli() -> None:
 @with_recipe
 def check(recipe: Any) -> None:
     """Validate a recipe and print it with every default filled in."""
-    import yaml
-
-    click.echo(yaml.safe_dump(recipe.resolved(), sort_keys=False), nl=False)
+    click.echo(recipe.to_yaml(), nl=False)
 
 
 @cli.group()

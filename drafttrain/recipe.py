@@ -69,6 +69,10 @@ class Recipe(StrictModel):
         """Plain values of every key, defaults included, ready for YAML or JSON."""
         return self.model_dump(mode="json")
 
+    def to_yaml(self) -> str:
+        """The resolved recipe as a recipe file, stored with every artifact."""
+        return yaml.safe_dump(self.resolved(), sort_keys=False)
+
     @property
     def hash(self) -> str:
         """Identity of all settings except where the output goes."""

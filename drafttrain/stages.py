@@ -4,8 +4,6 @@ import logging
 import shutil
 from pathlib import Path
 
-import yaml
-
 from drafttrain.data.errors import CheckpointError, DataError, RecipeError
 from drafttrain.data.files import write_text
 
@@ -18,7 +16,7 @@ log = logging.getLogger(__name__)
 
 def keep_recipe(recipe: Recipe, folder: Path) -> None:
     """Store the resolved recipe with an artifact."""
-    write_text(folder / "recipe.yaml", yaml.safe_dump(recipe.resolved(), sort_keys=False))
+    write_text(folder / "recipe.yaml", recipe.to_yaml())
 
 
 def prepare(recipe: Recipe) -> None:

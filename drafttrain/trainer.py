@@ -12,7 +12,7 @@ embedding come from the store, frozen, outside the engine.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,11 @@ class Trainer:
             task = progress.add_task("training", total=self.total_steps, completed=done)
             upcoming = loader.submit(self._load, done)
             for step in range(done, self.total_steps):
-                batches, upcoming, waited = self._take(upcoming, loader, step)
+                start = time.perf_counter()
+                batches = upcoming.result()
+                waited = time.perf_counter() - start
+                if not self._last(step):
+                    upcoming = loader.submit(self._load, step + 1)
                 line = self._step(step, batches, waited)
                 self._report(progress, task, line)
                 if (step + 1) % self.recipe.train.checkpoint_every == 0 or self._last(step):
@@ -168,16 +172,6 @@ class Trainer:
             for first in range(0, share, train.micro_batch)
         ]
 
-    def _take(
-        self, upcoming: "Future[list[Batch]]", loader: ThreadPoolExecutor, step: int
-    ) -> tuple[list[Batch], "Future[list[Batch]]", float]:
-        """Wait for a step's batches and start loading the next step's."""
-        start = time.perf_counter()
-        batches = upcoming.result()
-        waited = time.perf_counter() - start
-        following = loader.submit(self._load, min(step + 1, self.total_steps - 1))
-        return batches, following, waited
-
     def _step(self, step: int, batches: list[Batch], waited: float) -> dict[str, Any]:
         """One optimizer step; returns the log line."""
         start = time.perf_counter()
@@ -199,7 +193,6 @@ class Trainer:
         accuracy = sums[2 : 2 + slots] / sums[2 + slots :].clamp(min=1)
         seconds = time.perf_counter() - start
         size = self.recipe.train.global_batch
-        samples = [self.store.index(i).sample_id for _, i in self._pairs(step)]
         return {
             "step": step + 1,
             "epoch": round((step + 1) * size / len(self.store), 4),
@@ -211,7 +204,6 @@ class Trainer:
             "tokens_per_s": sums[1].item() / seconds,
             "step_s": seconds,
             "data_wait_s": waited,
-            "samples": content_hash(samples),
         }
 
     def _forward(self, batch: Batch, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +242,9 @@ class Trainer:
         progress.update(task, advance=1, description=f"training  {shown}")
         if self._log is None:
             return
-        self._log.write(line)
+        pairs = self._pairs(line["step"] - 1)
+        samples = content_hash([self.store.index(i).sample_id for _, i in pairs])
+        self._log.write(line | {"samples": samples})
         if not console.is_terminal and time.monotonic() - self._said >= _SAY_EVERY_S:
             self._said = time.monotonic()
             left = progress.tasks[task].time_remaining

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from drafttrain.checkpoint import DRAFTER
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.drafter.model import Drafter
 from drafttrain.drafter.resolve import check_fits
@@ -44,7 +45,7 @@ def replay_checkpoint(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = FeatureStore(recipe.store("eval"))
-    drafter, head = _load(folder / "drafter", store, device)
+    drafter, head = _load(folder / DRAFTER, store, device)
     mine = range(rank, len(store), world)
     part = evaluate_replay(drafter, head, store, recipe.eval, mine, progress=rank == 0)
     parts: list[ReplayResult | None] = [None] * world
