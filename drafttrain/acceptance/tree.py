@@ -51,9 +51,13 @@ class DraftTree:
 
     def ancestors(self) -> np.ndarray:
         """Bool [N+1, N+1]: row sees column, i.e. the column is the row's ancestor or itself."""
-        seen = np.eye(len(self) + 1, dtype=bool)
-        for node, parent in enumerate(self.parents.tolist(), start=1):
-            seen[node] |= seen[parent]
+        nodes = np.arange(len(self) + 1)
+        parents = np.concatenate([[0], self.parents])
+        seen = np.eye(len(nodes), dtype=bool)
+        reached = nodes
+        for _ in range(int(self.depths.max(initial=0))):
+            reached = parents[reached]
+            seen[nodes, reached] = True
         return seen
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
