@@ -51,7 +51,7 @@ class Target:
         num_layers: how many.
         hidden_size: width of the hidden state.
         vocab_rows: rows of the embedding; valid ids are 0 .. vocab_rows - 1.
-        stop_ids: ascending; all end tokens of the generation config and the tokenizer.
+        stop_ids: ascending; all end tokens that generation config, tokenizer and config name.
         rope_theta: rotary base of the live table.
         max_positions: positions it was made for.
         fingerprint: hash of names, shapes and spread values of all weights.
@@ -188,7 +188,11 @@ def build_target(
         hidden_size=text_config.hidden_size,
         vocab_rows=len(embedding.weight),
         stop_ids=merge_stop_ids(
-            getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id
+            getattr(model.generation_config, "eos_token_id", None),
+            tokenizer.eos_token_id,
+            written.get("eos_token_id"),
+            (written.get("text_config") or {}).get("eos_token_id"),
+            getattr(text_config, "eos_token_id", None),
         ),
         rope_theta=resolve_rope_theta(decoder, text_config, written, name),
         max_positions=int(max_positions),

@@ -20,7 +20,7 @@ class Vocabulary:
     Attributes:
         tokenizer: with the chat template.
         rows: embedding rows; valid ids are 0 .. rows - 1.
-        stop_ids: ascending; all end tokens of the generation config and the tokenizer.
+        stop_ids: ascending; all end tokens that generation config, tokenizer and config name.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -36,7 +36,8 @@ def load_vocabulary(config: TargetConfig) -> Vocabulary:
     """
     folder, _ = resolve_folder(config)
     try:
-        text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config_found = AutoConfig.from_pretrained(folder, local_files_only=True)
+        text_config = config_found.get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         generation = (
             GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -49,11 +50,24 @@ def load_vocabulary(config: TargetConfig) -> Vocabulary:
             f"target '{config.path}': tokenizer or configuration cannot be loaded "
             f"({type(exc).__name__}: {reason})"
         ) from exc
-    stop_ids = merge_stop_ids(generation.eos_token_id, tokenizer.eos_token_id)
+    stop_ids = merge_stop_ids(
+        generation.eos_token_id,
+        tokenizer.eos_token_id,
+        getattr(config_found, "eos_token_id", None),
+        getattr(text_config, "eos_token_id", None),
+    )
     return Vocabulary(tokenizer, int(text_config.vocab_size), stop_ids)
 
 
-def merge_stop_ids(generation: int | list[int] | None, tokenizer: int | None) -> list[int]:
-    """All ids at which the target stops, ascending."""
-    ids = set(generation) if isinstance(generation, list) else {generation}
-    return sorted(int(i) for i in ids | {tokenizer} if i is not None)
+def merge_stop_ids(*ends: int | list[int] | None) -> list[int]:
+    """All ids at which the target stops, ascending.
+
+    Args:
+        ends: what the generation config, the tokenizer, the configuration and its text part name.
+            They need not agree: Qwen3.6 ends a chat turn with one id and a text with another, and
+            names them in different places.
+    """
+    ids: set[int] = set()
+    for end in ends:
+        ids |= {end} if isinstance(end, int) else set(end or ())
+    return sorted(ids)

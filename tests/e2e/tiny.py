@@ -1,4 +1,4 @@
-"""A whole run in miniature: a random Llama with a word tokenizer, conversations, a recipe."""
+"""A whole run in miniature: a random target with a word tokenizer, conversations, a recipe."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(50)]
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<mask>", "system", "user", "assistant", "\n"]
@@ -19,8 +19,26 @@ TEMPLATE = (
 MASK_ID = SPECIAL.index("<mask>")
 
 
-def make_target(folder: Path) -> Path:
-    """A random 6-layer Llama (hidden 32) with its tokenizer, saved for Transformers."""
+# Four of six layers are recurrent, as Qwen3.6's are three of four.
+HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+    """A random 6-layer target (hidden 32) with its tokenizer, saved for Transformers."""
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -28,7 +46,8 @@ def make_target(folder: Path) -> Path:
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>"
     )
     fast.chat_template = TEMPLATE
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -39,9 +58,10 @@ def make_target(folder: Path) -> Path:
         eos_token_id=SPECIAL.index("<|im_end|>"),
         bos_token_id=None,
         pad_token_id=0,
+        **changes,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -69,7 +89,7 @@ def make_conversations(path: Path, count: int, seed: int) -> Path:
 def make_greedy_records(path: Path, target: Path, count: int, seed: int) -> Path:
     """Token records with the target's own greedy responses, as regeneration writes them."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    model = LlamaForCausalLM.from_pretrained(target).eval()
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
     rng = random.Random(seed)
     with path.open("w") as file:
         for number in range(count):
