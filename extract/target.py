@@ -191,7 +191,6 @@ def build_target(
             getattr(model.generation_config, "eos_token_id", None),
             tokenizer.eos_token_id,
             written.get("eos_token_id"),
-            (written.get("text_config") or {}).get("eos_token_id"),
             getattr(text_config, "eos_token_id", None),
         ),
         rope_theta=resolve_rope_theta(decoder, text_config, written, name),

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .delta_rule import L2_EPS
+
 try:
     import triton
     import triton.language as tl
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 FUSED = not isinstance(triton, SimpleNamespace)
 """Whether the kernels can run here (on CUDA tensors)."""
-_L2_EPS = 1e-6  # of the reference kernels' key and query normalisation
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def convolve(
         inputs, conv, layer.conv1d.weight, rows, b, a, layer.A_log, layer.dt_bias,
         memory.inputs, query, memory.keys, value, beta, step,
         KERNEL=layer.conv_kernel_size, KEY_HEADS=groups, HEADS=heads, D_K=layer.head_k_dim,
-        D_V=layer.head_v_dim, EPS=_L2_EPS,
+        D_V=layer.head_v_dim, EPS=L2_EPS,
         WIDTH=triton.next_power_of_2(max(layer.head_k_dim, layer.head_v_dim)),
     )  # fmt: skip
     return query, value, beta, step

@@ -25,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+L2_EPS = 1e-6
+"""Of the key and query normalisation, under the root, as the reference kernels have it."""
+
 
 def conv_rows(parents: np.ndarray, kernel: int) -> np.ndarray:
     """Rows that each node's causal convolution reads, oldest first.
@@ -61,6 +64,12 @@ def tree_conv(inputs: Tensor, history: Tensor, weight: Tensor, rows: Tensor) -> 
     taps = torch.cat([history, inputs])[rows]
     summed = (taps.to(_wide(inputs)) * weight.T.to(_wide(inputs))).sum(1)
     return F.silu(summed.to(inputs.dtype))
+
+
+def unit_heads(heads: Tensor) -> Tensor:
+    """Heads [..., d] divided by their length, in float32, or float64 for float64."""
+    wide = heads.to(_wide(heads))
+    return wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
 def tree_delta_rule(

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from .delta_kernels import FUSED, convolve, solve
-from .delta_rule import commit_state, conv_rows, tree_conv, tree_delta_rule
+from .delta_rule import commit_state, conv_rows, tree_conv, tree_delta_rule, unit_heads
 from .tree import DraftTree
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 """Convolution inputs [N, C] (q, k, v side by side), gate z [N, H D_v], b [N, H], a [N, H]."""
-_L2_EPS = 1e-6  # of the reference kernels' key and query normalisation
 
 
 def _project_split(layer: Any, hidden: Tensor) -> Projected:
@@ -65,10 +64,25 @@ class TreeShape:
 
     ancestors: Tensor
     """bool [N, N]: the column is the row's ancestor or itself."""
+    sums: Tensor
+    """The same in float64 [N, N]: times values of nodes, it sums them along every path."""
     rows: Tensor
     """int64 [N, K]: inputs of each node's convolution, see ``conv_rows``."""
     levels: int
     """Nodes on the longest path."""
+
+    @classmethod
+    def of(cls, tree: DraftTree, ancestors: Tensor, kernel: int) -> "TreeShape":
+        """The shape of a tree for layers whose convolution has ``kernel`` taps.
+
+        Args:
+            tree: drafted nodes.
+            ancestors: bool [N, N] of the tree with its root, on the device of the layers.
+            kernel: K.
+        """
+        rows = torch.from_numpy(conv_rows(np.concatenate([[-1], tree.parents]), kernel))
+        levels = 1 + int(tree.depths.max(initial=0))
+        return cls(ancestors, ancestors.double(), rows.to(ancestors.device), levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +147,8 @@ class GatedDeltaLayers:
             tree: drafted nodes.
             ancestors: bool [N, N] of the tree with its root, on the target's device.
         """
-        parents = np.concatenate([[-1], tree.parents])
-        kernel = self._modules[0].conv_kernel_size
-        rows = torch.from_numpy(conv_rows(parents, kernel)).to(ancestors.device)
-        shape = TreeShape(ancestors, rows, 1 + int(tree.depths.max(initial=0)))
-        self._reserve(len(parents))
+        shape = TreeShape.of(tree, ancestors, self._modules[0].conv_kernel_size)
+        self._reserve(len(ancestors))
         with ExitStack() as stack:
             for place, layer in enumerate(self._modules):
                 stack.enter_context(_replaced_forward(layer, self._forward(place, shape)))
@@ -210,12 +221,12 @@ def mix_nodes(
     key_dim = layer.num_k_heads * layer.head_k_dim
     query, key, value = mixed.split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], dim=-1)
     query, key = (part.unflatten(-1, (-1, layer.head_k_dim)) for part in (query, key))
-    memory.keys.copy_(_unit(key))
+    memory.keys.copy_(unit_heads(key))
     # As the layer itself: b is rounded to its own type after the sigmoid, the decay never is.
     step = F.softplus(a.float() + layer.dt_bias) * -layer.A_log.float().exp()
-    memory.decay.copy_(shape.ancestors.to(memory.decay.dtype) @ step.to(memory.decay.dtype))
+    memory.decay.copy_(shape.sums @ step.double())
     out, corrections = tree_delta_rule(
-        (_unit(query) * layer.head_k_dim**-0.5).to(committed.state.dtype),
+        (unit_heads(query) * layer.head_k_dim**-0.5).to(committed.state.dtype),
         memory.keys,
         value.unflatten(-1, (-1, layer.head_v_dim)),
         memory.decay,
@@ -237,14 +248,8 @@ def mix_fused(
     """``mix_nodes`` in two kernels and one matrix product, for CUDA."""
     inputs, b, a = projected
     query, value, beta, step = convolve(layer, (inputs, b, a), shape.rows, committed.conv, memory)
-    torch.mm(shape.ancestors.to(memory.decay.dtype), step, out=memory.decay)
+    torch.mm(shape.sums, step, out=memory.decay)
     return solve((query, value, beta), shape, committed.state, memory)
-
-
-def _unit(heads: Tensor) -> Tensor:
-    """Heads [..., d] divided by their length, in float32 or wider."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    return wide * (wide.square().sum(-1, keepdim=True) + _L2_EPS).rsqrt()
 
 
 @contextmanager

@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from drafttrain.acceptance import gated_delta
-from drafttrain.acceptance.delta_rule import conv_rows
 from drafttrain.acceptance.gated_delta import Committed, NodeMemory, TreeShape
 from drafttrain.acceptance.lossless import near_tie_bound
 from drafttrain.acceptance.session import TargetSession
 from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
 from drafttrain.extract.target import Target, build_target
+from tests.drafttrain.acceptance.trees import path_to
 
 _REPEATS, _WARM_UPS, _BLOCK = 7, 2, 16
 _console = Console(width=150)
@@ -154,16 +154,13 @@ def verify_table(target: Target, context: int, sizes: list[int]) -> None:
         chain = torch.arange(nodes - 1).numpy()
         spine = DraftTree(rng.integers(0, target.vocab_rows, nodes - 1), chain, chain + 1)
         deepest = int(tree.depths.argmax()) + 1 if nodes > 1 else 0
-        path = [deepest]
-        while path[0]:
-            path.insert(0, int(tree.parents[path[0] - 1]))
-        fresh(session, prompt)
-        plain = measure(lambda t=spine: plain_pass(session, t), lambda: fresh(session, prompt))
-        fresh(session, prompt)
+        path = path_to(tree, deepest)
+        session.prefill(prompt)
+        plain = measure(lambda t=spine: plain_pass(session, t), lambda: session.prefill(prompt))
         session._recurrent._memory = None
         cold = torch.cuda.memory_allocated()
         ours = measure(lambda t=tree: session.verify(7, t), lambda p=path: session.commit(p))
-        fresh(session, prompt)
+        session.prefill(prompt)
         kept = (torch.cuda.memory_allocated() - cold) / 1e9
         row = [str(nodes), f"{plain[0]:.1f}", f"{ours[0]:.1f}", f"{ours[0] / plain[0]:.2f}",
                f"{ours[1]:.2f}", f"{100 * ours[1] / ours[0]:.1f} %", f"{plain[2]:.2f}",
@@ -195,11 +192,6 @@ def state_per_node(session: TargetSession, tree: DraftTree) -> list[str]:
     return [f"{taken[0]:.1f}", f"{taken[2]:.2f}"]
 
 
-def fresh(session: TargetSession, prompt: Tensor) -> None:
-    """Start over, from a copy of the states: a prefill costs more than all else here."""
-    session.prefill(prompt)
-
-
 @torch.inference_mode()
 def plain_pass(session: TargetSession, chain: DraftTree) -> None:
     """What Transformers does with as many tokens behind the same prefix."""
@@ -215,10 +207,7 @@ def kernel_table(target: Target) -> None:
     table = Table("nodes", "torch, ms", "fused, ms", "largest difference", "largest output")
     for nodes in (16, 64, 256, 512):
         tree = random_tree(nodes, rng, 100)
-        parents = np.concatenate([[-1], tree.parents])
-        rows = torch.from_numpy(conv_rows(parents, 4)).to(device)
-        shape = TreeShape(torch.from_numpy(tree.ancestors()).to(device), rows,
-                          1 + int(tree.depths.max()))  # fmt: skip
+        shape = TreeShape.of(tree, torch.from_numpy(tree.ancestors()).to(device), 4)
         bf16: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         channels = layer.conv_dim
         committed = Committed(

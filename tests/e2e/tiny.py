@@ -10,6 +10,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.drafttrain.acceptance.hybrids import ROPE
+
 WORDS = [f"w{i}" for i in range(50)]
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<mask>", "system", "user", "assistant", "\n"]
 TEMPLATE = (
@@ -27,13 +29,7 @@ HYBRID = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": ROPE,
 }
 
 

@@ -12,6 +12,14 @@ from .factory import VOCAB
 CONV_KERNEL = 4
 CHUNK = 64
 """Tokens per chunk of the reference chunk rule."""
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+"""For heads of 16; the base is not the default one, and the sections are M-RoPE's."""
 
 
 def make_hybrid(
@@ -36,13 +44,7 @@ def make_hybrid(
         "linear_value_head_dim": 24,
         "linear_conv_kernel_dim": CONV_KERNEL,
         "max_position_embeddings": 1024,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": ROPE,
         "eos_token_id": None,
         "bos_token_id": None,
         "pad_token_id": None,

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from drafttrain.acceptance.decode import Proposer
 from drafttrain.acceptance.evaluate import Drafting
+from drafttrain.drafter.session import DrafterSession
+from drafttrain.extract.target import Target
+
+from .factory import make_drafter
 
 Rule = Callable[[Sequence[int], int], Tensor]
 _PEAK = 20.0
@@ -66,6 +71,20 @@ class RuleProposer:
 
     def draft(self, anchor_id: int) -> Tensor:
         return self._rule(self._text, self._position)
+
+
+class Spine(DrafterSession):
+    """A drafter so sure of its first choice that best-first order is the chain."""
+
+    def draft(self, anchor_id: int) -> Tensor:
+        return super().draft(anchor_id) * 1e4
+
+
+def make_proposer(name: str, target: Target, block_size: int, text: Sequence[int]) -> Proposer:
+    """A rule's proposer along ``text``, or the random ``drafter`` of the target."""
+    if name == "drafter":
+        return DrafterSession(*make_drafter(target, block_size))
+    return RuleProposer(RULES[name](block_size, target.vocab_rows), block_size, text)
 
 
 def drafting(name: str, block_size: int, vocab: int) -> Drafting:

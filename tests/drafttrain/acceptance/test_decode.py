@@ -8,7 +8,6 @@ from drafttrain.acceptance.lossless import first_difference, near_tie_bound
 from drafttrain.acceptance.sampling import greedy, make_chooser
 from drafttrain.acceptance.session import TargetSession
 from drafttrain.acceptance.tree import AUTOREGRESSIVE, CHAIN, Method
-from drafttrain.drafter.session import DrafterSession
 
 from .factory import (
     TAPS,
@@ -20,7 +19,7 @@ from .factory import (
     make_target,
     plain_logits,
 )
-from .proposers import RULES, RuleProposer
+from .proposers import RULES, RuleProposer, Spine, make_proposer
 
 BLOCK = 6
 METHODS = [AUTOREGRESSIVE, CHAIN, *(Method("tree", budget) for budget in (1, 3, 5, 12, 40))]
@@ -39,10 +38,7 @@ def texts(target):
 
 
 def proposer_of(name, target, prompt, text, block_size=BLOCK):
-    if name == "drafter":
-        return DrafterSession(*make_drafter(target, block_size))
-    rule = RULES[name](block_size, target.vocab_rows)
-    return RuleProposer(rule, block_size, prompt.tolist() + text)
+    return make_proposer(name, target, block_size, prompt.tolist() + text)
 
 
 def run(target, proposer, prompt, method, limit, choose=greedy):
@@ -83,13 +79,6 @@ def test_an_always_wrong_drafter_gives_tau_one(target, texts, method):
     prompt, text = PROMPTS[1], texts[len(PROMPTS[1])]
     result = run(target, proposer_of("wrong", target, prompt, text), prompt, method, limits(20))
     assert {item.emitted for item in result.log.rounds} == {1} and result.log.tau == 1.0
-
-
-class Spine(DrafterSession):
-    """A drafter so sure of its first choice that best-first order is the chain."""
-
-    def draft(self, anchor_id):
-        return super().draft(anchor_id) * 1e4
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)

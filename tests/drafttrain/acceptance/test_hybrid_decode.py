@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from drafttrain.acceptance.decode import decode
+from drafttrain.acceptance.decode import decode, walk
 from drafttrain.acceptance.lossless import first_difference, near_tie_bound
 from drafttrain.acceptance.sampling import greedy
 from drafttrain.acceptance.session import TargetSession
 from drafttrain.acceptance.tree import AUTOREGRESSIVE, CHAIN, DraftTree, Method, build_tree
-from drafttrain.drafter.session import DrafterSession
 
 from .factory import TAPS, greedy_text, limits, make_drafter, make_prompt
 from .hybrids import CHUNK, CONV_KERNEL, make_hybrid
-from .proposers import RULES, RuleProposer, random_rule
+from .proposers import Spine, make_proposer, random_rule
 
 BLOCK, TOKENS = 6, 128
 LENGTHS = [1, CONV_KERNEL - 1, CHUNK, CHUNK + 1]
@@ -32,9 +31,7 @@ def texts(target):
 
 
 def proposer_of(name, target, prompt, text):
-    if name == "drafter":
-        return DrafterSession(*make_drafter(target, BLOCK))
-    return RuleProposer(RULES[name](BLOCK, target.vocab_rows), BLOCK, prompt.tolist() + text)
+    return make_proposer(name, target, BLOCK, prompt.tolist() + text)
 
 
 @pytest.mark.parametrize("name", ["oracle", "wrong", "random", "drafter"])
@@ -61,17 +58,10 @@ def test_a_tree_without_branches_is_the_chain(target, texts):
     """Rounds and text of a tree that only has the spine equal the chain's (fault kind 70)."""
     prompt, text = make_prompt(CHUNK, seed=CHUNK), texts[CHUNK]
 
-    class Spine:
-        """The chain's nodes, asked for as a tree."""
-
-        kind, label = "tree", "spine"
-
-        def draft(self, logits):
-            return build_tree(logits, len(logits), width=1)
-
+    drafter, head = make_drafter(target, BLOCK)
     found = []
-    for method in (CHAIN, Spine()):
-        proposer = proposer_of("drafter", target, prompt, text)
+    for method in (CHAIN, Method("tree", BLOCK - 1)):
+        proposer = Spine(drafter, head)
         result = decode(
             TargetSession(target, TAPS), proposer, prompt, method, limits(TOKENS), greedy
         )
@@ -100,9 +90,7 @@ def test_branches_never_lower_what_a_round_accepts(target, texts):
             both = joined(tree, branches.first(extra))
             session.prefill(torch.cat([prompt, torch.tensor(text[:start], dtype=torch.long)]))
             logits = session.verify(text[start], both).logits
-            table, node, accepted = both.children(), 0, 0
-            while (child := table[node].get(int(logits[node].argmax()))) is not None:
-                node, accepted = child, accepted + 1
+            accepted = len(walk(both, greedy(logits))[0]) - 1
             assert accepted >= (lengths[-1] if lengths else right)
             lengths.append(accepted)
         grown += lengths[-1] > lengths[0]

@@ -93,53 +93,6 @@ def test_round_after_round(kind):
         assert session.length == len(text)
 
 
-def test_taps_of_nodes_are_those_of_plain_forwards(target):
-    rng, session = np.random.default_rng(2), TargetSession(target, TAPS)
-    text = make_prompt(9).tolist()
-    session.prefill(torch.tensor(text))
-    tree = random_tree(rng, 12)
-    taps = session.verify(5, tree).taps
-    for node in range(13):
-        ids = torch.tensor([text + tokens_of(tree, path_to(tree, node), 5)])
-        hidden = target.model(ids, output_hidden_states=True).hidden_states
-        wanted = torch.stack([hidden[layer + 1][0, -1] for layer in TAPS])
-        torch.testing.assert_close(taps[node], wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_only_ancestors_matter(target):
-    """Changing a node changes its descendants and nothing else, to the last bit (fault kind 72)."""
-    rng = np.random.default_rng(3)
-    tree = random_tree(rng, 14, newest=5)
-    session = TargetSession(target, TAPS)
-
-    def verified(tokens):
-        session.prefill(make_prompt(5))
-        return session.verify(5, DraftTree(tokens, tree.parents, tree.depths)).logits
-
-    before, sees = verified(tree.tokens), tree.ancestors()
-    for node in range(1, 15):
-        changed = tree.tokens.copy()
-        changed[node - 1] = (changed[node - 1] + 1) % VOCAB
-        after = verified(changed)
-        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert same == [not sees[other, node] for other in range(15)]
-
-
-def test_dropped_nodes_leave_nothing_behind(target):
-    """Two unlike trees, both wholly rejected: the next logits are equal to the last bit (69)."""
-    rng, session = np.random.default_rng(4), TargetSession(target, TAPS)
-
-    def after(tree):
-        session.prefill(make_prompt(7))
-        session.verify(5, tree)
-        session.commit([0])
-        return session.verify(6, EMPTY_TREE).logits
-
-    first, second = (after(random_tree(rng, 12)) for _ in range(2))
-    assert torch.equal(first, second)
-    torch.testing.assert_close(after(EMPTY_TREE), first, atol=1e-4, rtol=1e-4)
-
-
 def test_a_response_leaves_nothing_to_the_next(target):
     """The same prompt twice with another response between: bit-equal (fault kind 69)."""
     rng, session = np.random.default_rng(5), TargetSession(target, TAPS)

@@ -12,6 +12,7 @@ from drafttrain.acceptance.session import TargetSession, tree_mask
 from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
 
 from .factory import TAPS, VOCAB, make_prompt, make_target, plain_logits
+from .hybrids import make_hybrid
 from .trees import path_to, random_tree, tokens_of
 
 
@@ -20,7 +21,14 @@ def target():
     return make_target()
 
 
-def test_every_node_has_the_logits_and_taps_of_plain_decoding_along_its_path(target):
+@pytest.fixture(scope="module", params=[make_target, make_hybrid])
+def any_target(request):
+    """Full attention alone, and mixed with recurrent layers."""
+    return request.param()
+
+
+def test_every_node_has_the_logits_and_taps_of_plain_decoding_along_its_path(any_target):
+    target = any_target
     rng = np.random.default_rng(0)
     prompt = make_prompt(9)
     session = TargetSession(target, TAPS)
@@ -37,8 +45,9 @@ def test_every_node_has_the_logits_and_taps_of_plain_decoding_along_its_path(tar
         torch.testing.assert_close(verified.taps[node], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_after_random_commits_the_next_logits_are_those_of_a_plain_forward(target):
+def test_after_random_commits_the_next_logits_are_those_of_a_plain_forward(any_target):
     """100 random trees, each followed by a commit of a random path (fault kind 69)."""
+    target = any_target
     rng = np.random.default_rng(1)
     session = TargetSession(target, TAPS)
     for _ in range(10):
@@ -72,11 +81,11 @@ def test_the_whole_mask_by_hand():
     ]) == 1, 0.0, low)).all()  # fmt: skip
 
 
-def test_only_ancestors_matter(target):
+def test_only_ancestors_matter(any_target):
     """Changing any node changes its descendants and nothing else, to the last bit (fault 72)."""
     rng = np.random.default_rng(2)
     tree = random_tree(rng, 10)
-    session = TargetSession(target, TAPS)
+    session = TargetSession(any_target, TAPS)
 
     def verified(tokens):
         session.prefill(make_prompt(3))
@@ -93,9 +102,9 @@ def test_only_ancestors_matter(target):
             assert (same, same_taps) == (not sees[other, node],) * 2
 
 
-def test_dropped_nodes_leave_nothing_behind(target):
+def test_dropped_nodes_leave_nothing_behind(any_target):
     """What was rejected cannot be seen later, nor how much it was (fault kind 69)."""
-    rng, session = np.random.default_rng(3), TargetSession(target, TAPS)
+    rng, session = np.random.default_rng(3), TargetSession(any_target, TAPS)
 
     def after(tree):
         session.prefill(make_prompt(7))
