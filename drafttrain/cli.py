@@ -108,10 +108,14 @@ def train(recipe: Any, ranks: int | None) -> None:
 )
 @with_recipe
 def evaluate(recipe: Any, checkpoint: Path | None) -> None:
-    """Measure acceptance length: replay, and live decoding where eval.live_prompts is set."""
+    """Measure acceptance length: replay, and live decoding where eval.live_prompts is set.
+
+    Exit code 1 if live decoding changed what the target says.
+    """
     from drafttrain import stages
 
-    stages.evaluate(recipe, checkpoint)
+    if not stages.evaluate(recipe, checkpoint):
+        sys.exit(1)
 
 
 @cli.command()

@@ -17,6 +17,9 @@ SGLang counts the block, anchor included:
 
     python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\
       --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {block}
+{trained}"""
+_TRAINED = """
+Its longest training sample had {length} tokens: expect fewer accepted tokens behind that position.
 """
 _V2 = """
 This drafter mixes sliding and full layers: vLLM needs `VLLM_USE_V2_MODEL_RUNNER=1` for it.
@@ -33,4 +36,5 @@ def serving_notes(config: DrafterConfig, target: str) -> str:
         taps=config.target_layer_ids,
         mask=config.mask_token_id,
         v2=_V2 if len(set(config.layer_types)) > 1 else "",
+        trained=_TRAINED.format(length=config.trained_length) if config.trained_length else "",
     )

@@ -75,8 +75,12 @@ def extract(recipe: Recipe) -> None:
         keep_recipe(recipe, recipe.store(split))
 
 
-def evaluate(recipe: Recipe, checkpoint: Path | None) -> None:
-    """``drafttrain eval``: a checkpoint -> its acceptance report, printed at the end."""
+def evaluate(recipe: Recipe, checkpoint: Path | None) -> bool:
+    """``drafttrain eval``: a checkpoint -> its acceptance report, printed at the end.
+
+    Returns:
+        Whether live decoding gave the target's own output wherever it must.
+    """
     from .acceptance.checkpoints import evaluate_checkpoint
     from .acceptance.render import to_terminal
 
@@ -88,6 +92,12 @@ def evaluate(recipe: Recipe, checkpoint: Path | None) -> None:
     report = evaluate_checkpoint(recipe, folder, step or 0, reports)
     report_console.print(to_terminal(report))
     log.info("report written to %s", reports)
+    if not report.lossless:
+        log.error(
+            "live decoding did not give the target's own output (see Losslessness in the report): "
+            "do not trust its numbers; this is a defect of the decoding, not of the drafter"
+        )
+    return report.lossless
 
 
 def show_report(file: Path, svg: Path | None) -> None:

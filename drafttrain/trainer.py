@@ -76,7 +76,9 @@ class Trainer:
                 f"train.epochs {train.epochs} of {len(self.store)} samples make no step of "
                 f"train.global_batch {train.global_batch}"
             )
-        self.config = resolve_config(recipe.drafter, self.store.meta)
+        self.config = resolve_config(recipe.drafter, self.store.meta).model_copy(
+            update={"trained_length": int(self.store.lengths.max())}
+        )
         self.gamma = resolve_gamma(train.gamma, self.config.block_size)
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         self.head = load_head(self.store).to(device, dtype)
@@ -113,12 +115,7 @@ class Trainer:
         if init is None:
             return Drafter(self.config).init_weights(self.recipe.seed)
         drafter = load_drafter(Path(init), torch.device("cpu"), torch.float32)
-        if drafter.config != self.config:
-            names = [
-                name
-                for name in type(self.config).model_fields
-                if getattr(drafter.config, name) != getattr(self.config, name)
-            ]
+        if names := drafter.config.differences(self.config):
             raise RecipeError(
                 f"drafter.init {init} differs from the recipe and target in {', '.join(names)}"
             )

@@ -19,7 +19,8 @@ from drafttrain.export import load_drafter
 from drafttrain.extract.head import Head, load_head
 from drafttrain.recipe import Recipe
 
-from .evaluate import evaluate_live, evaluate_replay
+from .evaluate import evaluate_replay
+from .live import evaluate_live
 from .publish import build_report, publish_report
 from .records import LiveResult, ReplayResult, merge
 from .report import Report

@@ -3,7 +3,10 @@
 In float32 every method must reproduce the baseline token for token. In a 16-bit type a forward of
 many tokens and a forward of one may round differently, and where the target's two best tokens are
 nearly tied either may come first; such a flip is excused only if the margin is below a bound, and
-is counted and shown either way. After a flip the two texts are different texts: nothing behind it
+is counted and shown either way. The bound was measured on a trained Gated DeltaNet hybrid
+in bfloat16 on an H200 (``python -m tests.benchmarks.near_ties``, 3,072 tokens): chains of 8 moved
+the margin by 0.2 steps in the median, 2.1 at 99.9 % and 4.0 at most, and one best token differed,
+at a margin of 0. After a flip the two texts are different texts: nothing behind it
 is compared.
 """
 
@@ -14,7 +17,7 @@ import torch
 from .decode import Decoded
 from .records import OutputRecord
 
-_NEAR_TIE_STEPS = 4
+NEAR_TIE_STEPS = 4
 
 
 def near_tie_bound(dtype: torch.dtype, peak: float) -> float:
@@ -23,7 +26,7 @@ def near_tie_bound(dtype: torch.dtype, peak: float) -> float:
     Logits of size ``peak`` lie ``eps * peak`` apart in a 16-bit type; a few such steps can come
     from another order of summation. In float32 nothing is excused.
     """
-    return 0.0 if dtype == torch.float32 else _NEAR_TIE_STEPS * torch.finfo(dtype).eps * peak
+    return 0.0 if dtype == torch.float32 else NEAR_TIE_STEPS * torch.finfo(dtype).eps * peak
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -24,6 +24,8 @@ class PromptRecord(StrictModel):
     bucket: str
     method: str
     temperature: float = 0.0
+    beyond: bool = False
+    """The anchors lie behind the end of the longest training sample."""
     accepted: list[int]
     """Rounds with 0..B-1 accepted draft tokens."""
     emitted: list[int]
@@ -47,6 +49,8 @@ class SpeedRecord(StrictModel):
     prefill_seconds: float
     seconds: dict[str, float]
     """In rounds, by stage."""
+    peak_bytes: int | None = None
+    """Most GPU memory allocated meanwhile, weights included; unset on a CPU."""
 
 
 class OutputRecord(StrictModel):
@@ -127,20 +131,26 @@ def bucket_labels(ends: Sequence[int]) -> list[str]:
 
 
 def records_of(
-    log: RoundLog, block_size: int, ends: Sequence[int], names: dict[str, str | float]
+    log: RoundLog,
+    block_size: int,
+    ends: Sequence[int],
+    trained_length: int | None,
+    names: dict[str, str | float],
 ) -> Iterable[PromptRecord]:
-    """Split one response's rounds by context bucket.
+    """Split one response's rounds by context bucket, and at the trained length.
 
     Args:
         log: its rounds.
         block_size: of the drafter.
         ends: upper ends of the buckets.
+        trained_length: tokens of the drafter's longest training sample, if known.
         names: sample_id, source, mode, method and, if not greedy, temperature.
     """
-    parts: dict[str, list[Round]] = {}
+    parts: dict[tuple[str, bool], list[Round]] = {}
     for item in log.rounds:
-        parts.setdefault(bucket_label(item.anchor, ends), []).append(item)
-    for bucket, rounds in parts.items():
+        beyond = trained_length is not None and item.anchor >= trained_length
+        parts.setdefault((bucket_label(item.anchor, ends), beyond), []).append(item)
+    for (bucket, beyond), rounds in parts.items():
         tally = Tally.of(rounds, block_size)
         values = {"accepted": tally.accepted.tolist(), "emitted": tally.emitted.tolist()}
-        yield PromptRecord.model_validate({"bucket": bucket, **names, **values})
+        yield PromptRecord.model_validate({"bucket": bucket, "beyond": beyond, **names, **values})

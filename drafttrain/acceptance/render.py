@@ -4,15 +4,14 @@ Both show the same tables, built once as headers and cells.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .records import OutputRecord
-from .report import ALL, Comparison, LiveSection, LosslessRow, Report, Section, TauRow
+from .live_blocks import Block, live_blocks
+from .report import ALL, Comparison, LiveSection, Report, Section, TauRow
 
 TAU_NOTE = (
     "tau counts the bonus token: tokens emitted per target forward, at least 1. "
@@ -22,20 +21,8 @@ REPLAY_NOTE = (
     "Teacher-forced on the stored text, which is the target's own greedy text; other samples are "
     "left out."
 )
-_SHOWN_DIFFERENCES = 20
 # Titles of tables too wide or too long for a screen.
 _FILE_ONLY = ("Acceptance length by slice", "Acceptance by slot", "Tokens per round", "Settings")
-_AGREEMENT = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A titled table with an optional remark."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
 
 
 def blocks_of(report: Report) -> list[Block]:
@@ -47,8 +34,10 @@ def blocks_of(report: Report) -> list[Block]:
         blocks.append(_curve_block(report))
     for section in report.sections:
         blocks += [_slices_block(section), _slots_block(section), _histogram_block(section)]
+        if section.beyond:
+            blocks.append(_length_block(section, report.drafter.get("trained_length")))
         if isinstance(section, LiveSection):
-            blocks += _live_blocks(section)
+            blocks += live_blocks(section)
     blocks.append(_settings_block(report))
     return blocks
 
@@ -96,14 +85,14 @@ def _notes(report: Report) -> list[str]:
             f"replay: {report.replay_samples} samples, {report.replay_skipped} left out because "
             "they are not the target's greedy text"
         )
-    for section in report.live:
-        for row in [*section.lossless, *([section.stored] if section.stored else [])]:
-            if row.unexplained:
-                what = "the stored text" if row is section.stored else "the target's own output"
-                notes.append(
-                    f"{section.name}, {row.method}: {row.unexplained} of {row.responses} responses "
-                    f"differ from {what} beyond rounding"
-                )
+    rows = [(section, row, "the target's own output") for section, row in report.judged()]
+    rows += [(s, s.stored, "the stored text") for s in report.live if s.stored]
+    for section, row, what in rows:
+        if row.unexplained:
+            notes.append(
+                f"{section.name}, {row.method}: {row.unexplained} of {row.responses} responses "
+                f"differ from {what} beyond rounding"
+            )
     return notes
 
 
@@ -155,6 +144,25 @@ def _slots_block(section: Section) -> Block:
     return Block(f"Acceptance by slot, {section.name}", head, rows)
 
 
+def _length_block(section: Section, trained_length: int | None) -> Block:
+    return Block(
+        f"Behind the trained length, {section.name}",
+        ["method", "rounds within", "tau", "rounds beyond", "tau beyond"],
+        [
+            [
+                row.method,
+                f"{row.rounds_within:,}",
+                "-" if row.tau_within is None else f"{row.tau_within:.3f}",
+                f"{row.rounds_beyond:,}",
+                f"{row.tau_beyond:.3f}",
+            ]
+            for row in section.beyond
+        ],
+        f"The longest training sample had {trained_length} tokens; anchors at and behind that "
+        "position are beyond.",
+    )
+
+
 def _histogram_block(section: Section) -> Block:
     rows, width = [], 0
     for method, counts in section.emitted.items():
@@ -162,73 +170,6 @@ def _histogram_block(section: Section) -> Block:
         rows.append([method, *(f"{100 * count / total:.1f}" for count in counts[1:])])
     head = ["tokens emitted, % of rounds", *(str(k) for k in range(1, width))]
     return Block(f"Tokens per round, {section.name}", head, rows)
-
-
-def _live_blocks(section: LiveSection) -> list[Block]:
-    stages = list(section.speed[0].stage_ms) if section.speed else []
-    speed = Block(
-        f"Speed, {section.name}",
-        ["method", "tokens/s", "ratio", *(f"{name}, ms/round" for name in stages), "prefill, ms"],
-        [
-            [
-                row.method,
-                f"{row.tokens_per_second:.1f}",
-                f"{row.ratio:.2f}",
-                *(f"{row.stage_ms[name]:.2f}" for name in stages),
-                f"{row.prefill_ms:.1f}",
-            ]
-            for row in section.speed
-        ],
-        "Prefill is not part of tokens/s; the ratio is to autoregressive decoding in this run.",
-    )
-    blocks = [speed, _lossless_block(section)]
-    if section.gaps:
-        blocks.append(
-            Block(
-                f"Replay against live, {section.name}",
-                ["method", "live tau", "replay tau", "gap", "prompts", ""],
-                [
-                    [
-                        row.method,
-                        f"{row.live:.3f}",
-                        f"{row.replay:.3f}",
-                        f"{100 * row.gap:.2f} %",
-                        f"{row.prompts:,}",
-                        "agrees" if row.gap <= _AGREEMENT else "DISAGREES",
-                    ]
-                    for row in section.gaps
-                ],
-                "Same prompts, same stretch of text; beyond 2 % one of the two is wrong.",
-            )
-        )
-    return blocks
-
-
-def _lossless_block(section: LiveSection) -> Block:
-    named: list[tuple[str, LosslessRow]] = [(row.method, row) for row in section.lossless]
-    if section.stored:
-        named.append(("autoregressive against stored text", section.stored))
-    rows = [
-        [
-            name,
-            f"{row.identical}/{row.responses}",
-            str(row.near_ties),
-            str(row.unexplained),
-            ", ".join(_difference(item) for item in row.differences[:_SHOWN_DIFFERENCES]) or "-",
-        ]
-        for name, row in named
-    ]
-    return Block(
-        f"Losslessness, {section.name}",
-        ["method", "identical", "near-tie flips", "unexplained", "first difference (top-2 margin)"],
-        rows,
-        "Against the target's own output of the same run and seed. In float32 nothing may differ.",
-    )
-
-
-def _difference(item: OutputRecord) -> str:
-    margin = "" if item.margin is None else f" ({item.margin:.2g})"
-    return f"{item.sample_id[:8]}@{item.position}{margin}"
 
 
 def _comparison_block(comparisons: Sequence[Comparison]) -> Block:

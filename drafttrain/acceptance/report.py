@@ -53,6 +53,16 @@ class SlotRates(StrictModel):
     """Share of the rounds that accepted draft token k-1; unset where none did."""
 
 
+class LengthRow(StrictModel):
+    """Acceptance length within and behind the length of the longest training sample."""
+
+    method: str
+    rounds_within: int
+    tau_within: float | None
+    rounds_beyond: int
+    tau_beyond: float
+
+
 class Section(StrictModel):
     """One evaluation: replay, or live decoding at one temperature."""
 
@@ -64,6 +74,8 @@ class Section(StrictModel):
     """Per method: rounds that emitted 0, 1, .. B tokens."""
     per_prompt: dict[str, dict[str, tuple[int, int]]]
     """Per method and sample: (tokens, rounds), for paired comparison."""
+    beyond: list[LengthRow] = Field(default=[])
+    """One per drafting method, if any round lies behind the trained length."""
 
     def overall(self, method: str) -> TauRow | None:
         """The sum over all prompts."""
@@ -83,6 +95,8 @@ class SpeedRow(StrictModel):
     """Per prompt, the drafter's pass over the prompt included."""
     stage_ms: dict[str, float]
     """Per round."""
+    peak_gb: float | None = None
+    """Most GPU memory allocated in any response, weights included; unset on a CPU."""
 
 
 class LosslessRow(StrictModel):
@@ -91,6 +105,8 @@ class LosslessRow(StrictModel):
     method: str
     identical: int
     responses: int
+    tokens: int = 0
+    """Emitted in rounds, all responses together."""
     near_ties: int
     """Differing responses that rounding at a near-tie explains."""
     differences: list[OutputRecord]
@@ -168,6 +184,20 @@ class Report(StrictModel):
     def sections(self) -> list[Section]:
         """Replay first."""
         return [*([self.replay] if self.replay else []), *self.live]
+
+    def judged(self) -> Iterator[tuple[LiveSection, LosslessRow]]:
+        """Rows in which an unexplained difference is a defect.
+
+        Sampling in a 16-bit type is not judged: rounding can move any draw, near-tie or not.
+        """
+        for section in self.live:
+            if section.temperature == 0 or self.settings.dtype == "float32":
+                yield from ((section, row) for row in section.lossless)
+
+    @property
+    def lossless(self) -> bool:
+        """No method's output differs from the target's own for want of an explanation."""
+        return not any(row.unexplained for _, row in self.judged())
 
 
 def report_path(folder: Path, step: int) -> Path:

@@ -17,7 +17,17 @@ from .records import (
     SpeedRecord,
     bucket_labels,
 )
-from .report import ALL, GapRow, LiveSection, LosslessRow, Section, SlotRates, SpeedRow, TauRow
+from .report import (
+    ALL,
+    GapRow,
+    LengthRow,
+    LiveSection,
+    LosslessRow,
+    Section,
+    SlotRates,
+    SpeedRow,
+    TauRow,
+)
 from .stats import tau_interval
 from .tau import Tally, accepted, tau
 from .tree import AUTOREGRESSIVE, methods_of
@@ -46,8 +56,8 @@ def _live_section(result: LiveResult, config: EvalConfig, temperature: float) ->
         name=f"live, temperature {temperature:g}",
         temperature=temperature,
         speed=_speed_rows(speed, config),
-        lossless=[_lossless_row(label, outputs) for label in drafting],
-        stored=_lossless_row(AUTOREGRESSIVE.label, stored) if stored else None,
+        lossless=[_lossless_row(label, outputs, speed) for label in drafting],
+        stored=_lossless_row(AUTOREGRESSIVE.label, stored, speed) if stored else None,
         gaps=_gap_rows(records, result.replayed, drafting) if temperature == 0 else [],
         **_tables(records, config),
     )
@@ -77,12 +87,37 @@ def _tables(records: Sequence[PromptRecord], config: EvalConfig) -> dict:
             for label, total in totals.items()
             if label != AUTOREGRESSIVE.label
         },
+        "beyond": _length_rows(records, list(totals)),
         "emitted": {label: total.emitted.tolist() for label, total in totals.items()},
         "per_prompt": {
             label: {name: (tally.tokens, tally.rounds) for name, tally in whole[label].items()}
             for label in totals
         },
     }
+
+
+def _length_rows(records: Sequence[PromptRecord], methods: Sequence[str]) -> list[LengthRow]:
+    """Both sides of the trained length, for methods that drafted behind it."""
+    rows = []
+    for method in methods:
+        sides = [
+            [r.tally for r in records if r.method == method and r.beyond == beyond]
+            for beyond in (False, True)
+        ]
+        if method == AUTOREGRESSIVE.label or not sides[1]:
+            continue
+        within = _total(sides[0]) if sides[0] else None
+        beyond = _total(sides[1])
+        rows.append(
+            LengthRow(
+                method=method,
+                rounds_within=within.rounds if within else 0,
+                tau_within=within.tau if within else None,
+                rounds_beyond=beyond.rounds,
+                tau_beyond=beyond.tau,
+            )
+        )
+    return rows
 
 
 def _slices(item: PromptRecord) -> list[Slice]:
@@ -145,6 +180,7 @@ def _speed_rows(records: Sequence[SpeedRecord], config: EvalConfig) -> list[Spee
         stages = {name: sum(item.seconds[name] for item in mine) for name in mine[0].seconds}
         seconds = sum(stages.values())
         speed = tokens / seconds
+        peaks = [item.peak_bytes for item in mine if item.peak_bytes is not None]
         rows.append(
             SpeedRow(
                 method=method.label,
@@ -154,17 +190,22 @@ def _speed_rows(records: Sequence[SpeedRecord], config: EvalConfig) -> list[Spee
                 ratio=speed / rows[0].tokens_per_second if rows else 1.0,
                 prefill_ms=1000 * sum(item.prefill_seconds for item in mine) / len(mine),
                 stage_ms={name: 1000 * value / rounds for name, value in stages.items()},
+                peak_gb=max(peaks) / 1e9 if peaks else None,
             )
         )
     return rows
 
 
-def _lossless_row(method: str, records: Sequence[OutputRecord]) -> LosslessRow:
+def _lossless_row(
+    method: str, records: Sequence[OutputRecord], speed: Sequence[SpeedRecord]
+) -> LosslessRow:
     mine = [item for item in records if item.method == method]
+    names = {item.sample_id for item in mine}
     return LosslessRow(
         method=method,
         identical=sum(item.identical for item in mine),
         responses=len(mine),
+        tokens=sum(s.tokens for s in speed if s.method == method and s.sample_id in names),
         near_ties=sum(item.near_tie for item in mine),
         differences=[item for item in mine if not item.identical],
     )

@@ -57,7 +57,7 @@ class DrafterRecipe(StrictModel):
 
 
 class DrafterConfig(StrictModel):
-    """Every value that decides what the drafter computes."""
+    """Every value that decides what the drafter computes, and the lengths it was trained on."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -78,6 +78,16 @@ class DrafterConfig(StrictModel):
     tie_word_embeddings: bool
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    trained_length: int | None = None
+    """Tokens of the longest training sample; unset in checkpoints that do not say."""
+
+    def differences(self, other: "DrafterConfig") -> list[str]:
+        """Fields in which two drafters compute differently; how they were trained is not one."""
+        return [
+            name
+            for name in type(self).model_fields
+            if name != "trained_length" and getattr(self, name) != getattr(other, name)
+        ]
 
     @property
     def num_taps(self) -> int:

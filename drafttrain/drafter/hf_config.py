@@ -62,6 +62,7 @@ def to_hf_config(config: DrafterConfig) -> dict[str, Any]:
         },
         "eos_token_id": config.eos_token_id,
         "pad_token_id": config.pad_token_id,
+        "trained_length": config.trained_length,
         "dtype": "bfloat16",
         "use_cache": True,
     }
@@ -97,11 +98,12 @@ def from_hf_config(raw: dict[str, Any], source: Path) -> DrafterConfig:
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "eos_token_id": raw.get("eos_token_id"),
         "pad_token_id": raw.get("pad_token_id"),
+        "trained_length": raw.get("trained_length"),
     }
     for field in DrafterConfig.model_fields:
         if field not in values and field != "sliding_window":
             values[field] = raw.get(field)
-    optional = ("eos_token_id", "pad_token_id")
+    optional = ("eos_token_id", "pad_token_id", "trained_length")
     missing = [field for field, v in values.items() if v is None and field not in optional]
     if missing:
         raise fail(f"{missing[0]} is missing; it is never guessed")

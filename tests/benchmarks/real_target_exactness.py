@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.acceptance.evaluate import Drafting, decode_store, drafting_of
+from drafttrain.acceptance.evaluate import Drafting, drafting_of
+from drafttrain.acceptance.live import decode_store
 from drafttrain.acceptance.records import LiveResult
 from drafttrain.acceptance.summary import live_sections
 from drafttrain.acceptance.tree import AUTOREGRESSIVE

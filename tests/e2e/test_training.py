@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from drafttrain.checkpoint import find_complete
+from drafttrain.data.store_reader import FeatureStore
 from drafttrain.launch import TRAIN_SCRIPT, free_port
 from drafttrain.metrics_log import read_metrics
 
@@ -88,6 +89,9 @@ def test_a_run_leaves_checkpoints_drafters_reports_and_a_trace(undisturbed):
     for step in steps:
         report = json.loads((output / "reports" / f"step-{step:06d}.json").read_text())
         assert report["step"] == step and (output / "reports" / f"step-{step:06d}.md").exists()
+    # (fault kind 82)
+    config = json.loads((output / "checkpoints" / LAST / "drafter" / "config.json").read_text())
+    assert config["trained_length"] == FeatureStore(output / "store" / "train").lengths.max()
     first = weights(undisturbed, "step-000006")["fc.weight"]
     assert not torch.equal(weights(undisturbed)["fc.weight"], first)
 

@@ -88,7 +88,7 @@ def make_proposer(name: str, target: Target, block_size: int, text: Sequence[int
 
 
 def drafting(name: str, block_size: int, vocab: int) -> Drafting:
-    """A rule as ``evaluate.replay_store`` and ``evaluate.decode_store`` take it."""
+    """A rule as ``evaluate.replay_store`` and ``live.decode_store`` take it."""
     rule = RULES[name](block_size, vocab)
 
     def anchors(sample):

@@ -1,16 +1,14 @@
 """Evaluation of a store: what is measured, what is left out, and how parts of ranks merge."""
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 
 from drafttrain.acceptance.config import EvalConfig
-from drafttrain.acceptance.evaluate import (
-    decode_store,
-    evaluate_live,
-    evaluate_replay,
-    live_indices,
-    replay_store,
-)
+from drafttrain.acceptance.evaluate import evaluate_replay, replay_store
+from drafttrain.acceptance.live import decode_store, evaluate_live, live_indices
 from drafttrain.acceptance.records import LiveResult, ReplayResult, merge
 from drafttrain.acceptance.summary import live_sections, replay_section
 from drafttrain.data.errors import TargetError
@@ -190,3 +188,31 @@ def test_bfloat16_reports_flips_with_their_margins(store):
         for item in row.differences:
             assert item.margin is not None and item.bound > 0
             assert item.near_tie == (item.margin < item.bound)
+
+
+def test_rounds_behind_the_trained_length_are_counted_apart(target, store, caplog):
+    """Of the first sample, positions 5 to 64, trained to 40 (fault kind 82)."""
+    known = replace(drafting("oracle", BLOCK, VOCAB), trained_length=40)
+    result = replay_store(known, store, CONFIG, [0], progress=False)
+    chain = {item.beyond: item.tally for item in result.records if item.method == "chain"}
+    # Anchors 5, 11, .. 35 and 41, 47, 53, 59: the last of these emits 5.
+    anchors = [r for r in result.records if r.method == "autoregressive" and r.beyond]
+    assert sum(item.tally.rounds for item in anchors) == 24  # 40 .. 63
+    assert len(chain) == 2
+    row = next(r for r in replay_section(result, CONFIG).beyond if r.method == "chain")
+    whole = replay_section(result, CONFIG).overall("chain")
+    assert row.rounds_within + row.rounds_beyond == whole.rounds == 10
+    assert (row.rounds_within, row.tau_within) == (6, 6.0)
+    assert row.tau_beyond == pytest.approx(23 / 4)
+    with caplog.at_level(logging.WARNING):
+        decode_store(target, known, store, CONFIG, [0], progress=False)
+        assert not caplog.records  # 5 + 30 tokens stay within 40
+        decode_store(target, replace(known, trained_length=34), store, CONFIG, [0], progress=False)
+    assert "1 of 1 live prompts" in caplog.text and "the 34 tokens" in caplog.text
+
+
+def test_a_drafter_of_unknown_training_is_not_judged_by_length(store):
+    known = drafting("oracle", BLOCK, VOCAB)
+    assert known.trained_length is None
+    result = replay_store(known, store, CONFIG, [0], progress=False)
+    assert replay_section(result, CONFIG).beyond == []

@@ -129,6 +129,29 @@ def test_slots_and_histogram_count_every_round(drafter):
     assert section.slots["tree@8"].conditional == pytest.approx([80 / 120, 0.5, 0.0])
 
 
+def test_sampling_in_16_bit_is_shown_but_not_judged(drafter):
+    result = report(drafter, with_live=True, dtype="bfloat16")
+    assert not result.lossless  # greedy: one difference is beyond the bound
+    warm = result.live[0].model_copy(update={"temperature": 0.7})
+    sampled = result.model_copy(update={"live": [warm]})
+    assert sampled.lossless and "beyond rounding" not in to_markdown(sampled)
+    exact = settings(dtype="float32")
+    assert not sampled.model_copy(update={"settings": exact}).lossless
+
+
+def test_peak_memory_is_shown_where_it_was_measured(drafter):
+    assert "peak, GB" not in to_markdown(report(drafter, with_live=True))
+    measured = live()
+    speed = [
+        item.model_copy(update={"peak_bytes": 10**9 * (2 + (item.sample_id == "p1"))})
+        for item in measured.speed
+    ]
+    measured = measured.model_copy(update={"speed": speed})
+    result = build_report(1, settings(), drafter, CONFIG, replay(), measured)
+    assert {row.peak_gb for row in result.live[0].speed} == {3.0}
+    assert "prefill, ms | peak, GB |" in to_markdown(result) and "| 3.0 |" in to_markdown(result)
+
+
 def test_speed_is_relative_to_the_baseline_of_the_same_run(drafter):
     section = report(drafter, with_live=True).live[0]
     rows = {row.method: row for row in section.speed}
@@ -144,7 +167,10 @@ def test_differences_are_counted_and_those_beyond_rounding_are_named(drafter):
     row = result.live[0].lossless[0]
     assert (row.identical, row.responses, row.near_ties, row.unexplained) == (2, 4, 1, 1)
     text = to_markdown(result)
-    assert "p0@7 (0.01), p1@7 (0.1)" in text
+    assert "p0@7 (0.01 / 0.05), p1@7 (0.1 / 0.05)" in text
+    assert row.tokens == 4 * 12 and "| chain | 2/4 | 2 in 48 | 1 | 1 |" in text
+    assert "4 x eps x |best logit|" in text
+    assert not result.lossless
     assert "chain: 1 of 4 responses differ from the target's own output beyond rounding" in text
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from drafttrain.data.errors import CheckpointError
 from drafttrain.drafter.hf_config import from_hf_config, to_hf_config
+from drafttrain.serving import serving_notes
 
 from .factory import drafter_config
 
@@ -47,6 +48,18 @@ def test_published_config_loads_and_round_trips():
     assert config.rope_theta == 1e7 and config.sliding_window == 2048
     assert config.num_taps == 5 and config.num_draft_tokens == 15
     assert from_hf_config(to_hf_config(config), SOURCE) == config
+
+
+def test_the_trained_length_is_kept_and_is_not_part_of_what_a_drafter_computes():
+    """(fault kind 82)"""
+    published = from_hf_config(PUBLISHED, SOURCE)
+    ours = published.model_copy(update={"trained_length": 4096})
+    assert published.trained_length is None
+    assert from_hf_config(to_hf_config(ours), SOURCE) == ours
+    assert ours.differences(published) == []
+    assert ours.differences(ours.model_copy(update={"block_size": 8})) == ["block_size"]
+    assert "4096 tokens" in serving_notes(ours, "t")
+    assert "longest training sample" not in serving_notes(published, "t")
 
 
 def test_every_value_that_engines_read_is_written():
