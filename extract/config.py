@@ -30,4 +30,4 @@ class ExtractConfig(StrictModel):
     )
     codec: Literal["bf16", "fp32"] = "bf16"
     shard_tokens: int = Field(default=65536, gt=0, le=1 << 28, description="tokens per shard")
-    batch_tokens: int = Field(default=16384, gt=0, description="padded tokens per target forward")
+    batch_tokens: int = Field(default=16384, gt=0, description="tokens per target forward")

@@ -1,27 +1,59 @@
 """Target forwards for extraction: samples' ids -> taps and final hidden state of each sample.
 
-Samples are sorted by length and packed into right-padded batches of at most ``batch_tokens`` padded
-tokens. Guarantee: row t of a sample belongs to its token t, nothing is shifted; samples do not see
-each other (each is its own row, and a causal target cannot see the padding behind it). The batches
-depend only on the samples and ``batch_tokens``, so a repeated shard gives the same bytes. Cost: one
-forward without LM head and without cache.
+Samples fill rows of at most ``batch_tokens`` tokens, one after another, without padding
+(``packing``); targets that cannot be run so get right-padded batches of as many padded tokens.
+Guarantee: row t of a sample belongs to its token t, nothing is shifted; samples do not see each
+other. The batches depend only on the samples and ``batch_tokens``, so a repeated shard gives the
+same bytes. Cost: one forward without LM head and without cache, not past the last tapped layer if
+the final state is not wanted; on CUDA states leave over a stream of their own into pinned memory
+while the next forward runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .taps import TapRecorder
+from .packing import packed, run_plain, run_row
+from .rows import Row
+from .taps import ForwardStopped, TapRecorder
 from .target import Target
 
 _PADDING_ID = 0  # never read: no earlier token can see it
 
+Ids = npt.NDArray[np.int32]
+
+
+def plan_rows(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Fill rows: longest sample first, each into the first row with room.
+
+    Args:
+        lengths: tokens per sample.
+        batch_tokens: tokens a row may have; a longer sample is a row of its own.
+
+    Returns:
+        Sample numbers of each row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            rows.append([i])
+            room.append(batch_tokens - lengths[i])
+        else:
+            rows[place].append(i)
+            room[place] -= lengths[i]
+    return rows
+
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Group samples into batches, longest first.
+    """Group samples for right padding, longest first.
 
     Args:
         lengths: tokens per sample.
@@ -39,33 +71,128 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-@torch.inference_mode()
-def extract_features(
-    target: Target,
-    taps: Sequence[int],
-    samples: Sequence[npt.NDArray[np.int32]],
-    batch_tokens: int,
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Run the target over samples.
+class Features(NamedTuple):
+    """The states of one sample, on the CPU, in the target's dtype."""
+
+    group: int
+    """Which group of samples it belongs to, counted from 0."""
+    number: int
+    """Its place there."""
+    taps: Tensor
+    """[n, n_taps, hidden]"""
+    final: Tensor | None
+    """[n, hidden] after the final norm, if wanted."""
+
+
+class _Launched(NamedTuple):
+    """A forward whose states are on their way to the host."""
+
+    group: int
+    batch: list[int]
+    lengths: list[int]
+    spans: list[slice] | None
+    """Of the samples in the row; None in a padded batch."""
+    taps: Tensor
+    final: Tensor | None
+    arrived: torch.cuda.Event | None
+
+
+class Engine:
+    """A target prepared for extraction; use as a context manager, one at a time.
 
     Args:
         target: the frozen target.
-        taps: layer ids.
-        samples: token ids int32 ``[n_i]`` of each.
-        batch_tokens: padded tokens per forward.
-
-    Yields:
-        Sample number, taps ``[n_i, n_taps, hidden]`` and final hidden state ``[n_i, hidden]`` after
-        the final norm, on the CPU in the target's dtype; in order of length.
+        taps: ascending layer ids.
+        final_hidden: also give the final hidden state.
     """
-    with TapRecorder(target.layers, taps) as recorder:
-        for batch in plan_batches([len(ids) for ids in samples], batch_tokens):
-            ids = torch.full((len(batch), len(samples[batch[0]])), _PADDING_ID, dtype=torch.int64)
-            for row, i in enumerate(batch):
-                ids[row, : len(samples[i])] = torch.from_numpy(samples[i].astype(np.int64))
-            output = target.decoder(input_ids=ids.to(target.device), use_cache=False)
-            states = recorder.collect().cpu()  # [batch, tokens, n_taps, hidden]
-            final = output.last_hidden_state.cpu()  # [batch, tokens, hidden]
-            for row, i in enumerate(batch):
-                length = len(samples[i])
-                yield i, states[row, :length], final[row, :length]
+
+    def __init__(self, target: Target, taps: Sequence[int], final_hidden: bool = True) -> None:
+        self._target, self._final = target, final_hidden
+        self._recorder = TapRecorder(target.layers, taps, stop=not final_hidden)
+        self._open = ExitStack()
+        self._rows = False
+        cuda = target.device.type == "cuda"
+        self._leaving = torch.cuda.Stream(target.device) if cuda else None
+
+    def __enter__(self) -> "Engine":
+        self._rows = self._open.enter_context(packed(self._target))
+        self._open.enter_context(self._recorder)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def features(self, groups: Iterable[Sequence[Ids]], batch_tokens: int) -> Iterator[Features]:
+        """Run the target over groups of samples; no batch holds samples of two groups.
+
+        Args:
+            groups: token ids int32 ``[n_i]`` of each sample of each group; a group is asked for
+                when the last batch of the one before has been launched.
+            batch_tokens: tokens per forward, padding included.
+
+        Yields:
+            The states of each sample, in the order of the batches. While one batch is consumed the
+            next one runs (on CUDA), so two are in memory.
+        """
+        plan = plan_rows if self._rows else plan_batches
+        waiting: _Launched | None = None
+        for group, samples in enumerate(groups):
+            for batch in plan([len(ids) for ids in samples], batch_tokens):
+                launched = self._launch(group, batch, [samples[i] for i in batch])
+                if waiting is not None:
+                    yield from self._arrived(waiting)
+                waiting = launched
+        if waiting is not None:
+            yield from self._arrived(waiting)
+
+    @torch.inference_mode()
+    def _launch(self, group: int, batch: list[int], samples: Sequence[Ids]) -> _Launched:
+        target, spans, final = self._target, None, None
+        lengths = [len(ids) for ids in samples]
+        with suppress(ForwardStopped):
+            if self._rows:
+                row = Row.of(lengths, target.device)
+                spans = row.spans
+                ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))
+                final = run_row(target, ids.to(target.device, non_blocking=True), row)[None]
+            else:
+                ids = torch.full((len(batch), max(lengths)), _PADDING_ID, dtype=torch.int64)
+                for place, sample in enumerate(samples):
+                    ids[place, : len(sample)] = torch.from_numpy(sample.astype(np.int64))
+                final = run_plain(target, ids.to(target.device, non_blocking=True))
+        taps = self._recorder.collect()
+        if self._leaving is None:
+            return _Launched(group, batch, lengths, spans, taps, final, None)
+        self._leaving.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._leaving):
+            taps = _to_host(taps, self._leaving)
+            final = None if final is None else _to_host(final, self._leaving)
+            arrived = torch.cuda.Event()
+            arrived.record(self._leaving)
+        return _Launched(group, batch, lengths, spans, taps, final, arrived)
+
+    @staticmethod
+    def _arrived(launched: _Launched) -> Iterator[Features]:
+        """Wait for a batch and cut it into samples."""
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        for place, i in enumerate(launched.batch):
+            if launched.spans is None:
+                where: tuple[int, slice] = (place, slice(0, launched.lengths[place]))
+            else:
+                where = (0, launched.spans[place])
+            final = None if launched.final is None else launched.final[where]
+            yield Features(launched.group, i, launched.taps[where], final)
+
+
+def _to_host(states: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Start copying into pinned memory; the host allocator hands freed blocks out again."""
+    host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+    host.copy_(states, non_blocking=True)
+    states.record_stream(stream)
+    return host

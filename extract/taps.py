@@ -78,17 +78,29 @@ def _check_id(layer: int, num_layers: int) -> None:
         )
 
 
+class ForwardStopped(Exception):
+    """A forward ended after its last tapped layer."""
+
+
 class TapRecorder:
     """Records the outputs of some decoder layers during forwards; use as a context manager.
 
     Args:
         layers: all decoder layers of the target, in order.
-        taps: layer ids to record.
+        taps: layer ids to record, ascending.
+        stop: end each forward after the last tapped layer by raising ``ForwardStopped``, for
+            callers that want nothing behind it.
     """
 
-    def __init__(self, layers: Sequence[nn.Module] | nn.ModuleList, taps: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module] | nn.ModuleList,
+        taps: Sequence[int],
+        stop: bool = False,
+    ) -> None:
         self._layers = layers
         self._taps = list(taps)
+        self._stop = stop
         self._states: dict[int, Tensor] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -115,6 +127,8 @@ class TapRecorder:
             assert layer not in self._states, f"layer {layer} ran twice without collect()"
             # Some decoder layers return a tuple whose first entry is the hidden state.
             self._states[layer] = output[0] if isinstance(output, tuple) else output
+            if self._stop and layer == self._taps[-1]:
+                raise ForwardStopped
 
         return record
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress, TaskID
+import numpy.typing as npt
 
 from drafttrain.data.errors import StoreError
 from drafttrain.data.files import file_checksum, leftovers, try_lock
@@ -31,11 +31,12 @@ from drafttrain.data.store_format import (
     write_meta,
 )
 from drafttrain.data.store_reader import FeatureStore
-from drafttrain.data.store_writer import ShardBuffer, is_sealed
+from drafttrain.data.store_writer import is_sealed
 
 from .config import ExtractConfig
-from .engine import extract_features
+from .engine import Engine
 from .head import capture_head
+from .pipeline import ShardWriter
 from .progress import extraction_progress, human_bytes
 from .taps import resolve_taps
 from .target import Target
@@ -199,20 +200,31 @@ def _run(
 ) -> None:
     tokens = sum(shard.tokens for shard in todo)
     started = time.monotonic()
-    with extraction_progress() as progress:
+    done: list[Shard] = []
+
+    def report(shard: Shard) -> None:
+        done.append(shard)
+        _LOGGER.info("%s sealed, %d of %d to go", shard.stem, len(todo) - len(done), len(todo))
+
+    with (
+        extraction_progress() as progress,
+        Engine(target, meta.taps, config.final_hidden) as engine,
+    ):
         task = progress.add_task(f"extract {out_dir.name}", total=tokens)
-        for count, shard in enumerate(todo, start=1):
-            try:
-                _extract_shard(target, config, table, meta, shard, out_dir, (progress, task))
-            except OSError as exc:
-                if exc.errno != errno.ENOSPC:
-                    raise
-                _remove_leftovers(out_dir)
-                raise StoreError(
-                    f"{out_dir}: the disk is full at {shard.stem}; the {count - 1} shards sealed in"
-                    " this run are kept: free space and rerun the same command"
-                ) from exc
-            _LOGGER.info("%s sealed, %d of %d to go", shard.stem, len(todo) - count, len(todo))
+        try:
+            with ShardWriter(meta, out_dir, report) as writer:
+                groups = _begun(todo, table, out_dir, writer)
+                for group, number, taps, final in engine.features(groups, config.batch_tokens):
+                    writer.put(todo[group].index, number, taps, final)
+                    progress.advance(task, len(taps))
+        except OSError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _remove_leftovers(out_dir)
+            raise StoreError(
+                f"{out_dir}: the disk is full; the {len(done)} shards sealed in this run are kept:"
+                " free space and rerun the same command"
+            ) from exc
     seconds = time.monotonic() - started
     _LOGGER.info(
         "%s: %d shards, %s tokens in %.0f s (%.0f tokens/s)",
@@ -224,20 +236,12 @@ def _run(
     )
 
 
-def _extract_shard(
-    target: Target,
-    config: ExtractConfig,
-    table: SampleTable,
-    meta: StoreMeta,
-    shard: Shard,
-    out_dir: Path,
-    progress: tuple[Progress, TaskID],
-) -> None:
-    (out_dir / shard.record).unlink(missing_ok=True)  # of a shard whose files were cut short
-    samples = [table[i] for i in range(shard.first, shard.stop)]
-    buffer = ShardBuffer(meta, shard, samples)
-    ids = [sample.input_ids for sample in samples]
-    for i, taps, final in extract_features(target, meta.taps, ids, config.batch_tokens):
-        buffer.add(i, taps, final if meta.final_hidden else None)
-        progress[0].advance(progress[1], len(taps))
-    buffer.seal(out_dir)
+def _begun(
+    todo: list[Shard], table: SampleTable, out_dir: Path, writer: ShardWriter
+) -> Iterator[list[npt.NDArray[np.int32]]]:
+    """Token ids of every shard to do, each announced to the writer when it is asked for."""
+    for shard in todo:
+        (out_dir / shard.record).unlink(missing_ok=True)  # of a shard whose files were cut short
+        samples = [table[i] for i in range(shard.first, shard.stop)]
+        writer.begin(shard, samples)
+        yield [sample.input_ids for sample in samples]

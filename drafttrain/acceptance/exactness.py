@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from drafttrain.data.errors import TargetError
+from drafttrain.extract.recurrent import PROJECTIONS, known_variant
 from drafttrain.extract.target import Target
 
-from .gated_delta import PROJECTIONS
 from .tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
     from .session import TargetSession
 
 _MASKABLE = ("sdpa", "eager")
-_ACTIVATIONS = ("silu", "swish")
 # Root, two children, a grandchild of each, one node more below the second: paths of 3 and of 4.
 _TRIAL_PARENTS, _TRIAL_DEPTHS = [0, 0, 2, 1, 3], [1, 1, 2, 2, 3]
 _TRIAL_PROMPT = 6
@@ -85,7 +84,7 @@ def _gated_delta_module(number: int, layer: nn.Module) -> nn.Module:
 
 def _check_gated_delta(number: int, module: Any) -> None:
     """Variants of a known class that compute something else."""
-    if module.activation not in _ACTIVATIONS or module.conv1d.bias is not None:
+    if not known_variant(module):
         raise TargetError(
             f"layer {number} of the target ({type(module).__name__}) has a convolution with"
             f" activation '{module.activation}' and bias {module.conv1d.bias is not None}; only"

@@ -23,39 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from drafttrain.extract.recurrent import PROJECTIONS
+
 from .delta_kernels import FUSED, convolve, solve
 from .delta_rule import commit_state, conv_rows, tree_conv, tree_delta_rule, unit_heads
 from .tree import DraftTree
-
-Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Convolution inputs [N, C] (q, k, v side by side), gate z [N, H D_v], b [N, H], a [N, H]."""
-
-
-def _project_split(layer: Any, hidden: Tensor) -> Projected:
-    """Qwen3.5/3.6: one projection each."""
-    return (
-        layer.in_proj_qkv(hidden),
-        layer.in_proj_z(hidden),
-        layer.in_proj_b(hidden),
-        layer.in_proj_a(hidden),
-    )
-
-
-def _project_fused(layer: Any, hidden: Tensor) -> Projected:
-    """Qwen3-Next: two projections whose rows are interleaved by key head."""
-    parts = layer.fix_query_key_value_ordering(
-        layer.in_proj_qkvz(hidden[None]), layer.in_proj_ba(hidden[None])
-    )
-    query, key, value, z, b, a = (part[0].flatten(1) for part in parts)
-    return torch.cat([query, key, value], dim=-1), z, b, a
-
-
-# Layer classes whose arithmetic is known, and how each projects its input.
-PROJECTIONS: dict[str, Callable[[Any, Tensor], Projected]] = {
-    "Qwen3_5GatedDeltaNet": _project_split,
-    "Qwen3_5MoeGatedDeltaNet": _project_split,
-    "Qwen3NextGatedDeltaNet": _project_fused,
-}
 
 
 @dataclass(frozen=True, slots=True)

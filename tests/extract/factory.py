@@ -1,5 +1,6 @@
 """Tiny random targets (float32, hidden 32, 6 layers) and sample tables for them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from drafttrain.data.chat import tokenizer_hash
 from drafttrain.data.samples import make_sample, write_table
-from drafttrain.extract import worker
 from drafttrain.extract.config import ExtractConfig
+from drafttrain.extract.engine import Engine
 from drafttrain.extract.target import Target, build_target
 
 HIDDEN, LAYERS, VOCAB = 32, 6, 64
@@ -100,11 +101,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every sample that goes through the target from now on."""
     seen: list[int] = []
-    real = worker.extract_features
+    real = Engine.features
 
-    def counted(target, taps, samples, batch_tokens):
-        seen.extend(len(ids) for ids in samples)
-        return real(target, taps, samples, batch_tokens)
+    def counted(engine, groups, batch_tokens):
+        for features in real(engine, groups, batch_tokens):
+            seen.append(len(features.taps))
+            yield features
 
-    monkeypatch.setattr(worker, "extract_features", counted)
+    monkeypatch.setattr(Engine, "features", counted)
     return seen
+
+
+def extract_features(
+    target: Target, taps: list[int], samples: list[np.ndarray], batch_tokens: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    """Number, taps and final state of all samples, with an engine of their own."""
+    with Engine(target, taps) as engine:
+        for _, number, taps_of, final in engine.features([samples], batch_tokens):
+            yield number, taps_of, final

@@ -1,15 +1,24 @@
 """Target forwards: every state belongs to its own token and its own sample."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.extract.engine import extract_features, plan_batches
+from drafttrain.extract.engine import Engine, plan_batches, plan_rows
 from drafttrain.extract.target import build_target
 
-from .factory import VOCAB, make_model, make_target, make_tokenizer, without_layers
+from .factory import (
+    VOCAB,
+    extract_features,
+    make_model,
+    make_target,
+    make_tokenizer,
+    without_layers,
+)
 
 TAPS = [0, 2, 4]
 
@@ -26,6 +35,32 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens)
     for batch in batches:
         longest = max(lengths[i] for i in batch)
         assert len(batch) * longest <= batch_tokens or len(batch) == 1
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 100))
+def test_rows_hold_every_sample_once_and_no_two_could_be_one(lengths, batch_tokens):
+    rows = plan_rows(lengths, batch_tokens)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    used = [sum(lengths[i] for i in row) for row in rows]
+    assert all(n <= batch_tokens or len(row) == 1 for n, row in zip(used, rows, strict=True))
+    assert all(a + b > batch_tokens for a, b in itertools.combinations(used, 2))
+
+
+def test_groups_are_told_apart_and_asked_for_one_by_one():
+    target, samples = make_target(), make_ids([5, 9, 4])
+    asked = []
+
+    def groups():
+        for group in (samples[:2], samples[2:], samples):
+            asked.append(len(group))
+            yield group
+
+    with Engine(target, TAPS) as engine:
+        found = engine.features(groups(), 9)
+        first = next(found)
+        assert asked == [2] and first.group == 0
+        numbers = [(item.group, item.number) for item in found]
+    assert sorted(numbers) == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5_text"])

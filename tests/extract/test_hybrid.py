@@ -10,12 +10,19 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.extract.config import ExtractConfig, TargetConfig
-from drafttrain.extract.engine import extract_features
 from drafttrain.extract.target import load_target
 from drafttrain.extract.vocabulary import load_vocabulary
 from drafttrain.extract.worker import extract
 
-from .factory import CONFIG, END, VOCAB, make_table, make_target, make_tokenizer
+from .factory import (
+    CONFIG,
+    END,
+    VOCAB,
+    extract_features,
+    make_table,
+    make_target,
+    make_tokenizer,
+)
 
 TAPS = [0, 2, 4]  # layer 3 attends, the others are recurrent
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 30, 64, 127]

@@ -195,7 +195,7 @@ def test_running_out_of_space_keeps_whole_shards_and_resumes(tmp_path, target, t
 
     with monkeypatch.context() as patch:
         patch.setattr(store_writer, "save_file", no_space)
-        with pytest.raises(StoreError, match=r"full at shard-00003.*3 shards sealed.*rerun"):
+        with pytest.raises(StoreError, match=r"disk is full.*3 shards sealed.*rerun"):
             extract(target, CONFIG, table, out)
     assert len(list(out.glob("shard-*.json"))) == 3
     assert not list(out.glob("*.tmp"))

@@ -9,6 +9,7 @@ import torch
 from drafttrain.data.errors import StoreError, TargetError
 from drafttrain.data.samples import read_table
 from drafttrain.extract import worker
+from drafttrain.extract.engine import Engine
 from drafttrain.extract.worker import extract
 
 from .factory import CONFIG, VOCAB, contents, count_forwards, make_table, make_target
@@ -70,19 +71,19 @@ def test_unusable_states_stop_the_shard_and_keep_the_others(
     tmp_path, target, table, monkeypatch, value
 ):
     """(fault kinds 21, 22)"""
-    real = worker.extract_features
+    real = Engine.features
     bad = read_table(table)[6]
 
     def spoiled(*args):
-        for i, taps, final in real(*args):
+        for item in real(*args):
+            taps = item.taps.clone()
             if len(taps) == len(bad.input_ids):
-                taps = taps.clone()
                 taps[3, 1] = value
-            yield i, taps, final
+            yield item._replace(taps=taps)
 
     out = tmp_path / "store"
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "extract_features", spoiled)
+        patch.setattr(Engine, "features", spoiled)
         with pytest.raises(StoreError, match=rf"sample {bad.sample_id}: .* in tap 2 at token 3"):
             extract(target, CONFIG, table, out)
     assert [path.name for path in sorted(out.glob("shard-*.json"))] == [
@@ -103,13 +104,13 @@ def test_a_target_that_overflows_is_refused(tmp_path, table):
 
 def test_a_failed_capture_keeps_rows_equal_to_tokens(tmp_path, target, table, monkeypatch):
     """(fault kind 30)"""
-    real = worker.extract_features
+    real = Engine.features
 
     def short(*args):
-        for i, taps, final in real(*args):
-            yield i, taps[:-1], final[:-1]
+        for item in real(*args):
+            yield item._replace(taps=item.taps[:-1], final=item.final[:-1])
 
-    monkeypatch.setattr(worker, "extract_features", short)
+    monkeypatch.setattr(Engine, "features", short)
     with pytest.raises(StoreError, match=r"4 rows of taps for 5 tokens|29 rows of taps for 30"):
         extract(target, CONFIG, table, tmp_path / "store")
 

@@ -1,0 +1,169 @@
+"""Make a target run rows of samples without padding, if that is proven to change nothing.
+
+Attention is replaced by ``rows.attend_row`` through Transformers' attention interface, Gated
+DeltaNet layers by ``recurrent.mix_row``. A trial at the start runs three short samples in one row
+and alone; a target whose states differ by more than rounding (an architecture that keeps the past
+in another way, kernels that ignore sample bounds) is run in right-padded batches instead. On CUDA
+norms, MLPs, rotary turns and the pointwise parts of recurrent layers are compiled. Cost: the trial
+is four short forwards; compiling and the kernels' first use take about a minute on a GPU.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from .recurrent import PROJECTIONS, RowParts, known_variant, mix_row
+from .rows import ATTENTION_NAME, Row, attend_row, using
+from .target import Target
+
+_LOGGER = logging.getLogger(__name__)
+_TRIAL_LENGTHS = (9, 70, 3)
+# Root mean square of the difference over that of the states.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE_16_BIT = 0.15
+_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+_COMPILED_CLASSES = ("RMSNorm", "RMSNormGated", "MLP")
+_ROTARY = "apply_rotary_pos_emb"
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def packed(target: Target) -> Iterator[bool]:
+    """Run the target in rows while the body runs.
+
+    Yields:
+        Whether it does; if not, the target is as it was, and its batches must be padded.
+    """
+    compiled = _compiler(target)
+    names = set(getattr(target.model.config.get_text_config(), "layer_types", None) or ())
+    if names - _LAYER_TYPES or not _replaceable(target):
+        _LOGGER.info("%s: its layers are not known to run in rows; batches are padded", target.name)
+        with _faster_parts(target, compiled):
+            yield False
+        return
+    plain = _trial(target, in_rows=False)
+    with _faster_parts(target, compiled):
+        with _rows(target, compiled):
+            reason = _compare(target, plain)
+            if reason is None:
+                yield True
+                return
+        _LOGGER.info("%s: %s; batches are padded", target.name, reason)
+        yield False
+
+
+def _compiler(target: Target) -> Compile:
+    """Compiles on CUDA; one graph serves every length."""
+    if target.device.type != "cuda":
+        return lambda function: function
+    return functools.partial(torch.compile, dynamic=True)
+
+
+def _replaceable(target: Target) -> bool:
+    """Recurrent layers are of known classes."""
+    return all(
+        type(module).__name__ in PROJECTIONS and known_variant(module)
+        for layer in target.layers
+        for module in layer.modules()
+        if hasattr(module, "conv1d")
+    )
+
+
+@contextmanager
+def _rows(target: Target, compiled: Compile) -> Iterator[None]:
+    """Replace attention and recurrent layers."""
+    AttentionInterface.register(ATTENTION_NAME, attend_row)
+    before = target.model.config._attn_implementation
+    changed: list[Any] = []
+    parts: RowParts | None = None
+    try:
+        target.model.set_attn_implementation(ATTENTION_NAME)
+        for layer in target.layers:
+            for module in layer.modules():
+                if type(module).__name__ in PROJECTIONS:
+                    parts = parts or RowParts.of(module, target.device, compiled)
+                    module.forward = functools.partial(mix_row, module, parts)
+                    changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+        target.model.set_attn_implementation(before)
+
+
+@contextmanager
+def _faster_parts(target: Target, compiled: Compile) -> Iterator[None]:
+    """Compile norms, MLPs and rotary turns; whole layers were slower (a fallback was traced)."""
+    changed: list[Any] = []
+    homes: dict[Any, Callable[..., Any]] = {}
+    functions: dict[type, Callable[..., Any]] = {}
+    if target.device.type == "cuda":
+        for module in target.decoder.modules():
+            kind = type(module)
+            if kind.__name__.endswith(_COMPILED_CLASSES) and "forward" not in vars(module):
+                function = functions.setdefault(kind, compiled(kind.forward))
+                module.forward = functools.partial(function, module)
+                changed.append(module)
+            home = sys.modules[kind.__module__]
+            if home not in homes and hasattr(home, _ROTARY):
+                homes[home] = getattr(home, _ROTARY)
+                setattr(home, _ROTARY, compiled(homes[home]))
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+        for home, function in homes.items():
+            setattr(home, _ROTARY, function)
+
+
+@torch.inference_mode()
+def _trial(target: Target, in_rows: bool) -> list[Tensor]:
+    """Final hidden states [n, d] of the trial's samples."""
+    generator = torch.Generator().manual_seed(0)
+    shortest = min(max(_TRIAL_LENGTHS), target.max_positions)
+    lengths = [min(n, shortest) for n in _TRIAL_LENGTHS]
+    samples = [torch.randint(0, target.vocab_rows, (n,), generator=generator) for n in lengths]
+    if not in_rows:
+        return [run_plain(target, ids[None].to(target.device))[0] for ids in samples]
+    row = Row.of(lengths, target.device)
+    states = run_row(target, torch.cat(samples).to(target.device), row)
+    return [states[span] for span in row.spans]
+
+
+def _compare(target: Target, plain: list[Tensor]) -> str | None:
+    """Why rows cannot be used, or None."""
+    try:
+        found = _trial(target, in_rows=True)
+    except (NotImplementedError, TypeError) as exc:
+        return f"rows of samples do not run ({exc})"
+    worst = 0.0
+    for ours, theirs in zip(found, plain, strict=True):
+        scale = theirs.float().square().mean().sqrt()
+        error = ((ours.float() - theirs.float()).square().mean().sqrt() / scale).item()
+        worst = max(worst, error if error == error else float("inf"))
+    if worst > _TOLERANCE.get(target.dtype, _TOLERANCE_16_BIT):
+        return f"samples in one row differ from samples alone by {worst:.2g}"
+    return None
+
+
+def run_plain(target: Target, ids: Tensor) -> Tensor:
+    """Final hidden states [batch, n, d] of ids [batch, n], a row of the batch per sample."""
+    return target.decoder(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def run_row(target: Target, ids: Tensor, row: Row) -> Tensor:
+    """Final hidden states [t, d] of ids [t]."""
+    with using(row):
+        output = target.decoder(
+            input_ids=ids[None], position_ids=row.positions[None], use_cache=False
+        )
+    return output.last_hidden_state[0]

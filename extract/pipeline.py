@@ -1,0 +1,152 @@
+"""Fill and seal shards behind the engine: features of samples -> sealed shards, in two threads.
+
+    engine -> (bytes bounded) -> encode, gate, copy into the shard -> (one shard) -> write, seal
+
+Torch, NumPy, Arrow, the checksum and the file system work outside Python's lock, so all of this
+runs while the target computes. Guarantee: a failure in any stage stops the stages before it and
+reaches the caller as it was raised; shards that were whole by then are sealed, no other is. Memory:
+three shards at most (one being filled, one waiting, one being written) and ``_WAITING_BYTES`` of
+states, or one sample more.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Queue
+from types import TracebackType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from drafttrain.data.samples import Sample
+from drafttrain.data.store_format import Shard, StoreMeta
+from drafttrain.data.store_writer import ShardBuffer
+
+_WAITING_BYTES = 4 << 30
+
+
+class _Filled(NamedTuple):
+    """One sample's states for a shard."""
+
+    shard: int
+    position: int
+    taps: Tensor
+    final: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        return self.taps.nbytes + (0 if self.final is None else self.final.nbytes)
+
+
+class ShardWriter:
+    """Takes features in any order within a shard, shards in order; use as a context manager.
+
+    Args:
+        meta: the store's settings.
+        out_dir: its folder.
+        sealed: called with each shard once it is sealed, in the writing thread.
+    """
+
+    def __init__(self, meta: StoreMeta, out_dir: Path, sealed: Callable[[Shard], None]) -> None:
+        self._meta, self._out_dir, self._sealed = meta, out_dir, sealed
+        self._open: dict[int, tuple[Shard, ShardBuffer, list[int]]] = {}
+        self._features: Queue[_Filled | None] = Queue()
+        self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue(maxsize=1)
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._failure: BaseException | None = None
+        self._unwritable = False
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(stage,), daemon=True)
+            for stage in (self._fill, self._seal)
+        ]
+
+    def __enter__(self) -> "ShardWriter":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        self._features.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None and self._failure is not error:
+            raise self._failure
+
+    def begin(self, shard: Shard, samples: Sequence[Sample]) -> None:
+        """Announce the next shard and its samples."""
+        self._open[shard.index] = (
+            shard,
+            ShardBuffer(self._meta, shard, samples),
+            [len(samples)],
+        )
+
+    def put(self, shard: int, position: int, taps: Tensor, final: Tensor | None) -> None:
+        """Hand over one sample's states; waits while too many are on their way.
+
+        Args:
+            shard: index of a shard that was begun.
+            position: the sample's place in it.
+            taps: [n, n_taps, hidden].
+            final: [n, hidden], if the store has it.
+
+        Raises:
+            BaseException: what a later stage failed with.
+        """
+        item = _Filled(shard, position, taps, final)
+        with self._room:
+            while self._waiting and self._waiting + item.bytes > _WAITING_BYTES:
+                if self._failure is not None:
+                    break
+                self._room.wait()
+            if self._failure is not None:
+                raise self._failure
+            self._waiting += item.bytes
+        self._features.put(item)
+
+    def _fill(self) -> None:
+        while (item := self._features.get()) is not None:
+            if self._failure is None:
+                shard, buffer, left = self._open[item.shard]
+                buffer.add(item.position, item.taps, item.final)
+                left[0] -= 1
+                if not left[0]:
+                    del self._open[item.shard]
+                    self._shards.put((shard, buffer))
+            with self._room:
+                self._waiting -= item.bytes
+                self._room.notify()
+        self._shards.put(None)
+
+    def _seal(self) -> None:
+        while (item := self._shards.get()) is not None:
+            if not self._unwritable:
+                # Cleared only after success: a failure here ends all sealing.
+                self._unwritable = True
+                shard, buffer = item
+                buffer.seal(self._out_dir)
+                self._sealed(shard)
+                self._unwritable = False
+
+    def _guarded(self, stage: Callable[[], None]) -> None:
+        """Run a stage; after a failure it only empties its queue, so that no other one waits."""
+        while True:
+            try:
+                stage()
+            except BaseException as exc:
+                self._fail(exc)
+            else:
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        with self._room:
+            self._failure = self._failure or error
+            self._waiting = 0
+            self._room.notify()

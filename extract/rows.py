@@ -1,0 +1,117 @@
+"""Samples one after another in one row of tokens, and attention that keeps them apart.
+
+    Row.of([n_1, n_2, ..]) -> spans of the samples, positions restarting in each, ends for kernels
+    attend_row             -> an attention function for Transformers: every sample attends to itself
+
+No token of a row is padding. The row of the forward that is running is set by ``using``. Cost: one
+attention call per sample and layer, each on its own tokens; nothing quadratic in the row.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_NAME = "drafttrain_row"
+# Extra arguments of attention functions that change what is computed and are not implemented.
+_CHANGING = ("softcap", "s_aux", "attention_sink", "head_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where the samples of a row stand.
+
+    Attributes:
+        spans: the tokens of each sample.
+        positions: int64 [t], the place of each token in its sample.
+        ends: int64 [samples + 1], 0 and the end of each sample.
+    """
+
+    spans: list[slice]
+    positions: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Row":
+        """The row of samples with these lengths."""
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+        return cls(
+            [slice(int(a), int(b)) for a, b in pairwise(ends)],
+            torch.from_numpy(positions).to(device, non_blocking=True),
+            torch.from_numpy(ends).to(device, non_blocking=True),
+        )
+
+
+_CURRENT: ContextVar[Row] = ContextVar("row")
+
+
+@contextmanager
+def using(row: Row) -> Iterator[None]:
+    """Forwards in the body run over this row."""
+    token = _CURRENT.set(row)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_row() -> Row:
+    """The row of the forward that is running."""
+    return _CURRENT.get()
+
+
+def attend_row(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample of the current row.
+
+    Args:
+        module: the attention layer.
+        query: [1, H, t, D].
+        key: [1, H_kv, t, D].
+        value: [1, H_kv, t, D_v].
+        attention_mask: none is made for this function.
+        scaling: of the scores.
+        sliding_window: tokens a token sees, itself included.
+        others: what other attention functions take.
+
+    Returns:
+        Output [1, t, H, D_v] and no weights.
+    """
+    for name in _CHANGING:
+        if others.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
+    grouped = query.shape[1] != key.shape[1]
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    for span in current_row().spans:
+        length = span.stop - span.start
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            place = torch.arange(length, device=query.device)
+            behind = place[:, None] - place
+            mask = (behind >= 0) & (behind < sliding_window)
+        out[:, span] = F.scaled_dot_product_attention(
+            query[:, :, span],
+            key[:, :, span],
+            value[:, :, span],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        ).transpose(1, 2)
+    return out, None
