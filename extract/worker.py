@@ -199,7 +199,6 @@ def _run(
     out_dir: Path,
 ) -> None:
     tokens = sum(shard.tokens for shard in todo)
-    started = time.monotonic()
     done: list[Shard] = []
 
     def report(shard: Shard) -> None:
@@ -211,6 +210,7 @@ def _run(
         Engine(target, meta.taps, config.final_hidden) as engine,
     ):
         task = progress.add_task(f"extract {out_dir.name}", total=tokens)
+        started = time.monotonic()
         try:
             with ShardWriter(meta, out_dir, report) as writer:
                 groups = _begun(todo, table, out_dir, writer)

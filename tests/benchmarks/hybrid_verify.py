@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,45 +23,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from drafttrain.acceptance import gated_delta
 from drafttrain.acceptance.gated_delta import Committed, NodeMemory, TreeShape
 from drafttrain.acceptance.lossless import near_tie_bound
 from drafttrain.acceptance.session import TargetSession
 from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
-from drafttrain.extract.target import Target, build_target
+from drafttrain.extract.target import Target
 from tests.drafttrain.acceptance.trees import path_to
+
+from .geometry import make_target
 
 _REPEATS, _WARM_UPS, _BLOCK = 7, 2, 16
 _console = Console(width=150)
-
-
-def make_target(layers: int, device: str) -> Target:
-    """The 27B geometry with normal(0, 0.02) weights; recurrent decays as at initialisation."""
-    config = Qwen3_5TextConfig(
-        vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=layers,
-        num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
-        linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
-        max_position_embeddings=262144, attn_implementation="sdpa", eos_token_id=None,
-        pad_token_id=None, tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
-        },
-    )  # fmt: skip
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        model = AutoModelForCausalLM.from_config(config)
-        torch.set_default_dtype(torch.float32)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.02, generator=generator)
-            elif "A_log" in name:
-                parameter.uniform_(0.01, 16, generator=generator).log_()
-    return build_target(model, SimpleNamespace(eos_token_id=None), name="27b geometry")
 
 
 def random_tree(nodes: int, rng: np.random.Generator, vocab: int) -> DraftTree:

@@ -1,0 +1,211 @@
+"""Extraction at the Qwen3.6-27B geometry: layouts of a batch, with and without writing, breakdown.
+
+    python -m tests.benchmarks.extraction_speed --folder DIR [--layers 64] [--tokens 262144]
+
+Random bf16 weights on the GPU, five taps and the final state. Prints (1) the same samples of mixed
+lengths one per forward, right-padded and sorted, and in rows, with how far each is from a sample
+alone and whether changing a sample moves another; (2) tokens per second of the engine alone and of
+the whole stage with its store written to DIR, for samples of 2,048 tokens and for the mix; (3)
+where one forward's kernel time goes. DIR needs 61 KB a token. Cost: minutes on one H200.
+"""
+
+import argparse
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafttrain.data.chat import tokenizer_hash
+from drafttrain.data.samples import make_sample, write_table
+from drafttrain.extract import packing
+from drafttrain.extract.config import ExtractConfig
+from drafttrain.extract.engine import Engine, plan_batches
+from drafttrain.extract.target import Target
+from drafttrain.extract.worker import extract
+
+from .geometry import TAPS, make_target, sample_ids, sample_lengths
+
+_BATCH, _PEAK_FLOPS = 16384, 790e12
+_FLOP_PER_TOKEN = 49.46e9  # 64 layers at 2,048 tokens, final norm, no LM head
+_console = Console(width=150)
+
+
+class PaddedEngine(Engine):
+    """The same engine with right padding, as for targets that cannot be run in rows."""
+
+    def __enter__(self) -> Engine:
+        known, packing._replaceable = packing._replaceable, lambda target: False
+        try:
+            return super().__enter__()
+        finally:
+            packing._replaceable = known
+
+
+def drain(engine: Engine, groups: Sequence[Sequence[np.ndarray]], batch: int) -> float:
+    """Seconds to run all groups and receive their states on the host."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in engine.features(groups, batch):
+        pass
+    return time.perf_counter() - begin
+
+
+def layouts(target: Target, tokens: int) -> None:
+    """Table 1."""
+    samples = sample_ids(sample_lengths(tokens))
+    real = sum(map(len, samples))
+    changed = [(samples[0] + 1) % 1000, *samples[1:]]
+    table = Table("layout", "tokens/s", "padding", "distance from alone", "others moved")
+    alone: dict[int, torch.Tensor] = {}
+    for name, kind, batch in (
+        ("one sample a forward", PaddedEngine, 1),
+        ("right-padded, sorted", PaddedEngine, _BATCH),
+        ("rows", Engine, _BATCH),
+    ):
+        with kind(target, TAPS) as engine:
+            drain(engine, [samples], batch)
+            seconds = drain(engine, [samples], batch)
+            found = {i.number: i.final.clone() for i in engine.features([samples], batch)}
+            other = {i.number: i.final.clone() for i in engine.features([changed], batch)}
+            plan = plan_batches([len(ids) for ids in samples], batch)
+            padded = sum(len(part) * max(len(samples[i]) for i in part) for part in plan)
+        alone = alone or found
+        far = [distance(found[i], alone[i]) for i in alone]
+        moved = sum(not torch.equal(found[i], other[i]) for i in found if i)
+        share = 0.0 if name == "rows" else 1 - real / padded
+        table.add_row(name, f"{real / seconds:,.0f}", f"{share:.1%}", f"{max(far):.4f}", str(moved))
+    _console.print(f"{len(samples)} samples, {real:,} tokens, longest {max(map(len, samples)):,}")
+    _console.print(table)
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Root mean square difference over that of the states."""
+    left, right = left.float(), right.float()
+    return float((left - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+def speed(target: Target, tokens: int, folder: Path) -> None:
+    """Table 2."""
+    table = Table("samples", "engine alone, tokens/s", "MFU", "with the store written", "MFU",
+                  "lost to writing", "peak GB")  # fmt: skip
+    for name, lengths in (
+        ("8 x 2,048", [2048] * (tokens // 2048)),
+        ("mix", sample_lengths(tokens)),
+    ):
+        samples = sample_ids(lengths)
+        real = sum(lengths)
+        shard = 4 * _BATCH
+        ends = np.cumsum(lengths) // shard
+        groups = [[s for s, e in zip(samples, ends, strict=True) if e == k] for k in set(ends)]
+        torch.cuda.reset_peak_memory_stats()
+        with Engine(target, TAPS) as engine:
+            drain(engine, groups[:1], _BATCH)
+            bare = real / drain(engine, groups, _BATCH)
+        written = with_writing(target, samples, folder)
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        mfu = [f"{rate * _FLOP_PER_TOKEN / _PEAK_FLOPS:.1%}" for rate in (bare, written)]
+        table.add_row(name, f"{bare:,.0f}", mfu[0], f"{written:,.0f}", mfu[1],
+                      f"{1 - written / bare:.1%}", f"{peak:.1f}")  # fmt: skip
+    _console.print(table)
+
+
+def with_writing(target: Target, samples: list[np.ndarray], folder: Path) -> float:
+    """Tokens per second of the whole stage, from the first forward to the last seal."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    table = folder / "table.parquet"
+    rows = [
+        make_sample(ids, np.ones(len(ids), bool), source="random", mode="no_think", greedy=False)
+        for ids in samples
+    ]
+    manifest = {"tokenizer_hash": tokenizer_hash(target.tokenizer), "template_hash": None}
+    write_table(table, rows, manifest)
+    config = ExtractConfig(taps=TAPS, shard_tokens=4 * _BATCH, batch_tokens=_BATCH)
+    rates = Rates()
+    logging.getLogger(extract.__module__).addHandler(rates)
+    extract(target, config, table, folder / "store")
+    logging.getLogger(extract.__module__).removeHandler(rates)
+    shutil.rmtree(folder)
+    return rates.found[-1]
+
+
+class Rates(logging.Handler):
+    """The tokens per second that the stage itself logs when it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the last argument of the closing line."""
+        if "tokens/s" in record.msg:
+            self.found.append(record.args[-1])
+
+
+def breakdown(target: Target) -> None:
+    """Table 3."""
+    samples = sample_ids([2048] * 8)
+    with Engine(target, TAPS) as engine:
+        drain(engine, [samples], _BATCH)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            seconds = drain(engine, [samples], _BATCH)
+    kinds: Counter[str] = Counter()
+    for event in profile.key_averages():
+        kinds[kind_of(event.key)] += event.self_device_time_total / 1000
+    table = Table("kernels", "ms", "share of the forward")
+    for name, taken in kinds.most_common():
+        table.add_row(name, f"{taken:.1f}", f"{taken / seconds / 1000:.1%}")
+    table.add_row("wall", f"{1000 * seconds:.1f}", "")
+    _console.print(table)
+    top = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
+    for event in top:
+        taken = event.self_device_time_total / 1000
+        _console.print(f"{taken:8.1f} ms {event.count:5d} x {event.key[:110]}")
+
+
+def kind_of(name: str) -> str:
+    """What a kernel does, by its name."""
+    low = name.lower()
+    for kind, parts in {
+        "copies to the host": ("memcpy dtoh",),
+        "attention": ("fmha", "flash", "sdpa", "cudnn"),
+        "delta rule": ("chunk_", "recompute_w_u", "solve_tril", "l2norm", "merge_16", "kkt"),
+        "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+        "compiled pointwise": ("triton_",),
+    }.items():
+        if any(part in low for part in parts):
+            return kind
+    return "other"
+
+
+def main() -> None:
+    """Build, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=262144)
+    parser.add_argument("--parts", nargs="+", default=["breakdown", "speed", "layouts"])
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    target = make_target(arguments.layers, "cuda")
+    begin = time.perf_counter()
+    with Engine(target, TAPS):
+        _console.print(f"prepared in {time.perf_counter() - begin:.0f} s")
+    if "breakdown" in arguments.parts:
+        breakdown(target)
+    if "speed" in arguments.parts:
+        speed(target, arguments.tokens, arguments.folder)
+    if "layouts" in arguments.parts:
+        layouts(target, arguments.tokens // 6)
+
+
+if __name__ == "__main__":
+    main()
