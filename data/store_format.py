@@ -24,7 +24,7 @@ from .codec import CODECS
 from .errors import StoreError
 from .files import content_hash, read_json, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META_NAME = "store.json"
 HEAD_NAME = "head.safetensors"
 REMEDY = "rerun the same `drafttrain extract` command"
@@ -115,9 +115,20 @@ class FileRecord(_Strict):
 
 
 class StateStatistics(_Strict):
-    """Scale of one tap (or of the final hidden state) over a shard."""
+    """Scale of one tap (or of the final hidden state) over a shard.
+
+    Attributes:
+        rms: root mean square of all values.
+        min: smallest row norm; a row's norm is the root mean square of its values.
+        median: norm of the median row.
+        p99: row norm that 1 % of the rows exceed.
+        max: largest row norm: attention sinks.
+    """
 
     rms: float
+    min: float
+    median: float
+    p99: float
     max: float
 
 
@@ -135,6 +146,11 @@ class ShardRecord(_Strict):
     final: StateStatistics | None
     files: dict[str, FileRecord]
     seal: str = ""
+
+    @property
+    def states(self) -> dict[str, StateStatistics]:
+        """Layer id as text, or "final", -> statistics."""
+        return {**self.taps, **({"final": self.final} if self.final is not None else {})}
 
     def sealed(self) -> "ShardRecord":
         """The record with the hash of its own content."""
@@ -230,6 +246,16 @@ def read_meta(folder: Path) -> StoreMeta:
             f" layers; {remedy}"
         )
     return meta
+
+
+def changed_settings(old: StoreMeta, new: StoreMeta) -> list[str]:
+    """Settings in which two stores differ, in words; where the target lies is none."""
+    there, now = old.model_dump(), new.model_dump()
+    return [
+        f"{key} {there[key]} there, {now[key]} now"
+        for key in there
+        if there[key] != now[key] and key not in INFORMATIONAL
+    ]
 
 
 def write_meta(folder: Path, meta: StoreMeta) -> None:

@@ -1,10 +1,11 @@
 """Write one shard: features of whole samples -> three files, sealed last.
 
 ``ShardBuffer`` holds the encoded states of one shard (``[tokens, n_taps, hidden]`` and
-``[tokens, hidden]``), filled sample by sample in any order. Gate: a sample whose states are not one
-row per token, not finite, or zero in a whole row never gets in. Guarantee: bytes depend only on
-samples and states, not on the order of filling. Cost: the shard in memory once, one write, one
-checksum pass.
+``[tokens, hidden]``), filled sample by sample in any order. Gate (``store_gate``): a sample whose
+states are not one row per token, not finite, zero in a whole row or repeated never gets in, and a
+shard with absurd norms is not written. Guarantee: bytes depend only on samples and states, not on
+the order of filling. Cost: the shard in memory once, one pass for norms, one write, one checksum
+pass.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,15 @@ from .store_format import (
     FileRecord,
     Shard,
     ShardRecord,
-    StateStatistics,
     StoreMeta,
     read_record,
 )
+from .store_gate import columns, find_bad_norm, find_bad_state, row_norms, statistics
 
-_STATISTICS_ROWS = 8192  # rows per float64 block, so that statistics need little memory
+_REMEDY = (
+    "the shard was not written: the target did not compute this state, or its dtype overflows"
+    " (bfloat16 models do in float16)"
+)
 
 
 class ShardBuffer:
@@ -55,6 +59,7 @@ class ShardBuffer:
             name: torch.zeros((shard.tokens, *shape), dtype=dtype)
             for name, (dtype, shape) in meta.tensors().items()
         }
+        self._norms = torch.zeros((shard.tokens, len(columns(meta))))
         self._filled = [False] * len(samples)
 
     def add(self, position: int, taps: Tensor, final: Tensor | None) -> None:
@@ -66,7 +71,8 @@ class ShardBuffer:
             final: ``[tokens, hidden]`` after the final norm, or None where the store has none.
 
         Raises:
-            StoreError: rows != tokens, NaN, infinity, or an all-zero row; names sample and tap.
+            StoreError: rows != tokens, NaN, infinity, an all-zero row, or one state for different
+                tokens; names sample, tap and token.
         """
         assert (final is not None) == self._meta.final_hidden
         sample, length = self._samples[position], self._lengths[position]
@@ -81,73 +87,31 @@ class ShardBuffer:
                 )
             for suffix, part in CODECS[self._meta.codec].encode(states).items():
                 self._tensors[field + suffix][start : start + length] = part
-        self._gate(sample.sample_id, start, start + length)
+        tensors = {name: part[start : start + length] for name, part in self._tensors.items()}
+        norms = row_norms(self._meta, tensors)
+        problem = find_bad_state(self._meta, tensors, norms, sample.input_ids)
+        if problem is not None:
+            raise StoreError(f"sample {sample.sample_id}: {problem}; {_REMEDY}")
+        self._norms[start : start + length] = norms
         self._filled[position] = True
 
-    def _gate(self, sample_id: str, start: int, stop: int) -> None:
-        """Refuse what decodes to NaN, infinity or an all-zero row."""
-        taps, final = self._decoded(start, stop)
-        views = [(f"tap {layer}", taps[:, i]) for i, layer in enumerate(self._meta.taps)]
-        if final is not None:
-            views.append(("the final hidden state", final))
-        for name, states in views:
-            finite = torch.isfinite(states).all(dim=-1)
-            if not finite.all():
-                token = int((~finite).nonzero()[0])
-                kind = "NaN" if states[token].isnan().any() else "infinite"
-                raise StoreError(
-                    f"sample {sample_id}: {kind} value in {name} at token {token}; the shard was"
-                    " not written: check the target's dtype (bfloat16 models overflow in float16)"
-                    " or drop the sample"
-                )
-            zero = (states == 0).all(dim=-1)
-            if zero.any():
-                raise StoreError(
-                    f"sample {sample_id}: all-zero row in {name} at token {int(zero.nonzero()[0])};"
-                    " the shard was not written: the target did not compute this state"
-                )
-
-    def _decoded(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        codec = CODECS[self._meta.codec]
-
-        def field(name: str) -> Tensor:
-            parts = {suffix: self._tensors[name + suffix] for suffix in codec.dtypes}
-            return codec.decode({suffix: part[start:stop] for suffix, part in parts.items()})
-
-        return field("taps"), field("final") if self._meta.final_hidden else None
-
-    def _statistics(self) -> tuple[dict[str, StateStatistics], StateStatistics | None]:
-        """Per-tap RMS and largest magnitude, to 6 digits (so summation order cannot show)."""
-        names = [str(layer) for layer in self._meta.taps]
-        names += ["final"] if self._meta.final_hidden else []
-        squares = torch.zeros(len(names), dtype=torch.float64)
-        largest = torch.zeros(len(names), dtype=torch.float64)
-        for start in range(0, self._shard.tokens, _STATISTICS_ROWS):
-            taps, final = self._decoded(start, start + _STATISTICS_ROWS)
-            for i in range(len(names)):
-                states = final if i == taps.shape[1] else taps[:, i]
-                assert states is not None
-                block = states.double()
-                squares[i] += block.square().sum()
-                largest[i] = torch.maximum(largest[i], block.abs().max())
-        count = self._shard.tokens * self._meta.hidden_size
-        result = {
-            name: StateStatistics(
-                rms=float(f"{(squares[i] / count).sqrt().item():.6g}"),
-                max=float(f"{largest[i].item():.6g}"),
-            )
-            for i, name in enumerate(names)
-        }
-        return result, result.pop("final", None)
-
     def seal(self, folder: Path) -> ShardRecord:
-        """Write the shard's files durably, the record last, and return the record."""
+        """Write the shard's files durably, the record last, and return the record.
+
+        Raises:
+            StoreError: absurd norms; nothing was written.
+        """
         missing = [
             s.sample_id for s, done in zip(self._samples, self._filled, strict=True) if not done
         ]
         assert not missing, f"{self._shard.stem}: no states for samples {missing}"
         shard = self._shard
-        taps, final = self._statistics()
+        names = [sample.sample_id for sample in self._samples]
+        problem = find_bad_norm(self._meta, self._norms, self._offsets, names)
+        if problem is not None:
+            raise StoreError(f"{shard.stem}: {problem}; {_REMEDY}")
+        taps = statistics(self._meta, self._norms)
+        final = taps.pop("final", None)
         publish(folder / shard.parquet, self._write_index)
         publish(folder / shard.states, lambda tmp: save_file(self._tensors, tmp))
         record = ShardRecord(

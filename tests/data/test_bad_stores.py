@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.data.errors import StoreError
+from drafttrain.data.store_check import verify_store
 from drafttrain.data.store_reader import FeatureStore
 
 from .store_factory import change_record, make_store
@@ -106,7 +107,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "settings are a list": (overwrite("store.json", "[1]"), "store.json"),
     "settings are empty": (overwrite("store.json", ""), "store.json"),
-    "newer format": (edit_json("store.json", format_version=2), "store.json"),
+    "newer format": (edit_json("store.json", format_version=3), "store.json"),
     "no format version": (edit_json("store.json", format_version=...), "store.json"),
     "setting missing": (edit_json("store.json", hidden_size=...), "store.json"),
     "setting unknown": (edit_json("store.json", compression="zip"), "store.json"),
@@ -120,10 +121,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no taps": (edit_json("store.json", taps=[]), "store.json"),
     "last layer as tap": (edit_json("store.json", taps=[1, 5]), "store.json"),
     "settings of another store": (edit_json("store.json", rope_theta=5.0), "shard-00000.json"),
-    "more shards than written": (edit_json("store.json", num_shards=9), "shard-00006.json"),
+    "more shards than written": (edit_json("store.json", num_shards=9), "shard-00004"),
     "head missing": (remove("head.safetensors"), "head.safetensors"),
     "head changed": (edit_bytes("head.safetensors", flip(1.0)), "head.safetensors"),
-    "record missing": (remove(RECORD), RECORD),
+    "record missing": (remove(RECORD), "shard-00001"),
     "index missing": (remove(PARQUET), PARQUET),
     "states missing": (remove(STATES), STATES),
     "record is not JSON": (overwrite(RECORD, "{"), RECORD),
@@ -185,19 +186,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def read_everything(folder: Path) -> None:
+    store = FeatureStore(folder)
+    store.checked_head()
+    for i in range(len(store)):
+        store.sample(i)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_store_is_refused_with_file_and_remedy(tmp_path, damage):
+@pytest.mark.parametrize("use", [verify_store, read_everything])
+def test_damaged_store_is_refused_with_file_and_remedy(tmp_path, damage, use):
     """(fault kinds 22, 30, 37)"""
     change, name = DAMAGES[damage]
     folder = make_store(tmp_path / "store").folder
     change(folder)
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(StoreError) as caught:
-        FeatureStore(folder).verify()
+        use(folder)
     message = str(caught.value)
     assert name in message
-    assert "drafttrain extract" in message or "extract the store again" in message
-    assert "\n" not in message
+    # One line, unless all shards seem to be of another store.
+    foreign = use is verify_store and "belongs to a store" in message
+    assert foreign or "\n" not in message
+    for line in message.splitlines():
+        assert "drafttrain extract" in line or "extract the store again" in line
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
