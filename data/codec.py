@@ -2,7 +2,14 @@
 
 A codec maps one tensor to named parts (suffix -> tensor), each of which becomes one tensor of a
 shard called ``<field><suffix>``; every part keeps the leading ``[tokens, ...]`` dimensions, so a
-sample is the same row range of each. Decoding is exact for what encoding kept. Cost: one cast.
+sample is the same row range of each. A store has one codec per field:
+
+    fp32, bf16   taps and final as they are, in that type
+    fp8          taps as e4m3 with one float32 scale per row (token and tap), final in bf16
+
+Guarantees: bytes depend on the states alone (every operation is exact or correctly rounded); parts
+of zeros decode to zeros; a row with NaN or infinity never decodes to a finite one. Cost: one cast,
+for fp8 a pass for the largest magnitude and a division more.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,31 +18,90 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_E4M3 = torch.float8_e4m3fn
+# Multiplied by, not divided by: a GPU turns division by a constant into this, a CPU does not.
+_PER_LARGEST = 1 / torch.finfo(_E4M3).max
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a codec: its dtype, and whether it has one value per row only."""
+
+    dtype: torch.dtype
+    per_row: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Codec:
     """One way to store hidden states.
 
     Attributes:
-        dtypes: suffix of each stored part -> its dtype (the shard reader checks them).
-        bytes_per_value: stored bytes per hidden-state value, for size forecasts.
-        encode: float tensor ``[..., hidden]`` -> parts.
-        decode: parts -> tensor ``[..., hidden]``, without a copy where the codec allows.
+        parts: suffix of each stored tensor -> what it is (the shard reader checks it).
+        encode: float tensor ``[..., hidden]`` -> parts ``[..., hidden]`` or, per row, ``[...]``.
+        decode: parts -> tensor ``[..., hidden]`` in the given dtype (None: the codec's own),
+            rounded once, without a copy where the codec allows.
     """
 
-    dtypes: Mapping[str, torch.dtype]
-    bytes_per_value: float
+    parts: Mapping[str, Part]
     encode: Callable[[Tensor], dict[str, Tensor]]
-    decode: Callable[[Mapping[str, Tensor]], Tensor]
+    decode: Callable[[Mapping[str, Tensor], torch.dtype | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Hidden states as they are stored: ``[..., hidden]`` as the parts of a codec."""
+
+    codec: Codec
+    parts: Mapping[str, Tensor]
+
+    def decode(
+        self, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The states ``[..., hidden]``, moved as they are stored and decoded on the device.
+
+        Args:
+            device: where they are wanted; None leaves them where they are.
+            dtype: a float dtype; None means the codec's own (float32 for fp8).
+        """
+        parts = self.parts
+        if device is not None:
+            parts = {suffix: part.to(device, non_blocking=True) for suffix, part in parts.items()}
+        return self.codec.decode(parts, dtype)
 
 
 def _plain(dtype: torch.dtype) -> Codec:
     return Codec(
-        dtypes={"": dtype},
-        bytes_per_value=dtype.itemsize,
+        parts={"": Part(dtype)},
         encode=lambda values: {"": values.to(dtype)},
-        decode=lambda parts: parts[""],
+        decode=lambda parts, wanted: parts[""].to(wanted or dtype),
     )
 
 
-CODECS: dict[str, Codec] = {"bf16": _plain(torch.bfloat16), "fp32": _plain(torch.float32)}
+def _encode_e4m3(values: Tensor) -> dict[str, Tensor]:
+    # The largest magnitude of a row becomes the largest e4m3 value and is kept nearly exactly; it
+    # is often a massive activation that outweighs the rest. The others keep 4 bits down to 1/28672
+    # of it. NaN and infinity live on in the scale.
+    largest = values.abs().amax(dim=-1).float()
+    scale = (largest * _PER_LARGEST).clamp(min=_LEAST_SCALE)
+    return {"": (values / scale[..., None]).to(_E4M3), "_scale": scale}
+
+
+def _decode_e4m3(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    # The product is formed in float32 and rounded to the dtype once; e4m3 fits any dtype exactly.
+    return parts[""].to(dtype or torch.float32).mul_(parts["_scale"][..., None])
+
+
+_BF16, _FP32 = _plain(torch.bfloat16), _plain(torch.float32)
+# A float32 scale: it costs 4 of a row's bytes, a bfloat16 one would round every value twice.
+_FP8 = Codec(
+    parts={"": Part(_E4M3), "_scale": Part(torch.float32, per_row=True)},
+    encode=_encode_e4m3,
+    decode=_decode_e4m3,
+)
+
+CODECS: dict[str, dict[str, Codec]] = {
+    "bf16": {"taps": _BF16, "final": _BF16},
+    "fp32": {"taps": _FP32, "final": _FP32},
+    "fp8": {"taps": _FP8, "final": _BF16},
+}

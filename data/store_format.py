@@ -3,7 +3,8 @@
     store.json            StoreMeta: what the states were made from and what they mean
     head.safetensors      the target's embedding, LM head and final norm
     shard-NNNNN.parquet   sample_id, source, mode, greedy, offset, length, input_ids, loss_mask
-    shard-NNNNN.safetensors   taps [tokens, n_taps, hidden], optional final [tokens, hidden]
+    shard-NNNNN.safetensors   taps [tokens, n_taps, hidden], optional final [tokens, hidden],
+                              each as the parts of its codec
     shard-NNNNN.json      ShardRecord: sizes, checksums, counts, statistics; written last
 
 Guarantee: a shard without a valid record does not exist. The plan is a pure function of the sample
@@ -13,6 +14,7 @@ inputs give equal bytes whoever wrote them and however often they were interrupt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,17 +96,15 @@ class StoreMeta(_Strict):
         shapes: dict[str, tuple[int, ...]] = {"taps": (len(self.taps), self.hidden_size)}
         if self.final_hidden:
             shapes["final"] = (self.hidden_size,)
-        dtypes = CODECS[self.codec].dtypes
         return {
-            f"{field}{suffix}": (dtype, shape)
+            f"{field}{suffix}": (part.dtype, shape[:-1] if part.per_row else shape)
             for field, shape in shapes.items()
-            for suffix, dtype in dtypes.items()
+            for suffix, part in CODECS[self.codec][field].parts.items()
         }
 
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self) -> int:
         """Forecast of stored bytes per token: states, plus 5 bytes of id and mask."""
-        states = len(self.taps) + int(self.final_hidden)
-        return states * self.hidden_size * CODECS[self.codec].bytes_per_value + 5
+        return sum(dtype.itemsize * prod(shape) for dtype, shape in self.tensors().values()) + 5
 
 
 class FileRecord(_Strict):

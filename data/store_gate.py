@@ -71,8 +71,8 @@ def _field_norms(meta: StoreMeta, field: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def _decoded(meta: StoreMeta, field: str, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-    codec = CODECS[meta.codec]
-    return codec.decode({suffix: tensors[field + suffix][rows] for suffix in codec.dtypes})
+    codec = CODECS[meta.codec][field]
+    return codec.decode({suffix: tensors[field + suffix][rows] for suffix in codec.parts}, None)
 
 
 def _row(meta: StoreMeta, tensors: Mapping[str, Tensor], row: int, column: int) -> Tensor:

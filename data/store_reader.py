@@ -1,10 +1,11 @@
 """Read a feature store: sample number -> ids, masks and hidden states, in any order.
 
-States come as slices of a memory map (``taps [n, n_taps, hidden]``, ``final [n, hidden]``), so a
-sample costs the pages it touches. Guarantee: a store opens only if every planned shard is sealed,
-of this store and of its recorded size; a shard's checksums and header are checked the first time
-it is used. Memory: a bounded number of shards is mapped and indexed at a time; nothing is kept per
-sample read. Cost: opening reads one small record per shard, the first use of a shard reads it once.
+States come as slices of a memory map (``taps [n, n_taps, hidden]`` as they are encoded, ``final [n,
+hidden]``), so a sample costs the pages it touches. Guarantee: a store opens only if every planned
+shard is sealed, of this store and of its recorded size; a shard's checksums and header are checked
+the first time it is used. Memory: a bounded number of shards is mapped and indexed at a time;
+nothing is kept per sample read. Cost: opening reads one small record per shard, the first use of a
+shard reads it once.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .codec import CODECS
+from .codec import CODECS, Encoded
 from .errors import StoreError
 from .files import file_checksum
 from .store_format import HEAD_NAME, REMEDY, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
@@ -58,12 +59,17 @@ class StoredSample(SampleIndex):
     """One sample with its states.
 
     Attributes:
-        taps: ``[n, n_taps, hidden]``, float32 (codec fp32) or bfloat16 (bf16); row t is token t.
+        encoded_taps: ``[n, n_taps, hidden]`` as stored; row t is token t.
         final: ``[n, hidden]`` after the target's final norm, or None where the store has none.
     """
 
-    taps: Tensor
+    encoded_taps: Encoded
     final: Tensor | None
+
+    @property
+    def taps(self) -> Tensor:
+        """``[n, n_taps, hidden]``, bfloat16 (codec bf16) or float32; a copy for fp8 only."""
+        return self.encoded_taps.decode()
 
 
 class FeatureStore:
@@ -136,13 +142,13 @@ class FeatureStore:
         start = int(self._index(shard).offsets[row])
         stop = start + int(self.lengths[i])
         tensors = self._states(shard)
-        codec = CODECS[self.meta.codec]
 
-        def decode(field: str) -> Tensor:
-            return codec.decode({s: tensors[field + s][start:stop] for s in codec.dtypes})
+        def encoded(field: str) -> Encoded:
+            codec = CODECS[self.meta.codec][field]
+            return Encoded(codec, {s: tensors[field + s][start:stop] for s in codec.parts})
 
-        final = decode("final") if self.meta.final_hidden else None
-        return StoredSample(**fields, taps=decode("taps"), final=final)
+        final = encoded("final").decode() if self.meta.final_hidden else None
+        return StoredSample(**fields, encoded_taps=encoded("taps"), final=final)
 
     def checked_head(self) -> Path:
         """Checksum ``head.safetensors`` and return its path.

@@ -85,7 +85,7 @@ class ShardBuffer:
                     f"sample {sample.sample_id}: {len(states)} rows of {field} for {length} tokens;"
                     " the target must return one state per token (no prefix reuse, no cache)"
                 )
-            for suffix, part in CODECS[self._meta.codec].encode(states).items():
+            for suffix, part in CODECS[self._meta.codec][field].encode(states).items():
                 self._tensors[field + suffix][start : start + length] = part
         tensors = {name: part[start : start + length] for name, part in self._tensors.items()}
         norms = row_norms(self._meta, tensors)

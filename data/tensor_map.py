@@ -16,7 +16,12 @@ from torch import Tensor
 
 from .errors import StoreError
 
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _MAX_HEADER_BYTES = 1 << 20
 
 

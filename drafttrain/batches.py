@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.data.codec import Encoded
 from drafttrain.data.store_reader import FeatureStore, StoredSample
 
 from .drafter.blocks import block_labels, draw_anchors
@@ -25,7 +26,7 @@ class Batch:
 
     Attributes:
         sample_ids: which samples, in order.
-        taps: [R, S, n_taps, d], the store's dtype; zeros on padding.
+        taps: [R, S, n_taps, d] as the store has them; they decode to zeros on padding.
         layout: positions and documents.
         anchor_ids: [R, A] int64 token ids of the anchors.
         labels: [R, A, B-1] int64.
@@ -34,7 +35,7 @@ class Batch:
     """
 
     sample_ids: list[str]
-    taps: Tensor
+    taps: Encoded
     layout: BlockLayout
     anchor_ids: Tensor
     labels: Tensor
@@ -88,14 +89,17 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _collate(rows: list[list[_Document]], block_size: int, multiple: int) -> Batch:
     """Fill the padded tensors of all rows."""
-    taps = rows[0][0].sample.taps
+    stored = rows[0][0].sample.encoded_taps
     num_rows = len(rows)
     width = max(sum(len(doc.sample.input_ids) for doc in row) for row in rows)
     width = _round_up(width, multiple)
     # At least one place, so that a micro-batch without anchors still runs the same graph.
     places = max(1, *(sum(len(doc.anchors) for doc in row) for row in rows))
     places = _round_up(places, -(-multiple // block_size))
-    out = taps.new_zeros(num_rows, width, *taps.shape[1:])
+    taps = {
+        suffix: part.new_zeros(num_rows, width, *part.shape[1:])
+        for suffix, part in stored.parts.items()
+    }
     context_doc = torch.full((num_rows, width), NO_DOCUMENT)
     context_pos = torch.zeros(num_rows, width, dtype=torch.long)
     anchor_doc = torch.full((num_rows, places), NO_DOCUMENT - 1)
@@ -109,7 +113,8 @@ def _collate(rows: list[list[_Document]], block_size: int, multiple: int) -> Bat
             tokens = slice(token, token + len(doc.sample.input_ids))
             anchors = slice(place, place + len(doc.anchors))
             positions = torch.from_numpy(doc.anchors)
-            out[row, tokens] = doc.sample.taps
+            for suffix, part in doc.sample.encoded_taps.parts.items():
+                taps[suffix][row, tokens] = part
             context_doc[row, tokens] = number
             context_pos[row, tokens] = torch.arange(tokens.stop - tokens.start)
             anchor_doc[row, anchors] = number
@@ -121,7 +126,7 @@ def _collate(rows: list[list[_Document]], block_size: int, multiple: int) -> Bat
     documents = [doc for row in rows for doc in row]
     return Batch(
         sample_ids=[doc.sample.sample_id for doc in documents],
-        taps=out,
+        taps=Encoded(stored.codec, taps),
         layout=BlockLayout(context_doc, context_pos, anchor_doc, anchor_pos, block_size),
         anchor_ids=anchor_ids,
         labels=labels,

@@ -210,7 +210,7 @@ class Trainer:
         anchor_ids = batch.anchor_ids.to(device)
         embeds = block_embeddings(self.head, anchor_ids, config.block_size, config.mask_token_id)
         hidden = self.engine(
-            batch.taps.to(device, non_blocking=True),
+            batch.taps.decode(device, self.head.lm_head.dtype),
             layout.context_pos,
             embeds,
             layout.block_pos,

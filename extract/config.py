@@ -28,6 +28,9 @@ class ExtractConfig(StrictModel):
     final_hidden: bool = Field(
         default=True, description="also store the last hidden state after the final norm"
     )
-    codec: Literal["bf16", "fp32"] = "bf16"
+    codec: Literal["bf16", "fp32", "fp8"] = Field(
+        default="bf16",
+        description="fp8: taps in e4m3 with a scale per token and tap, final in bf16",
+    )
     shard_tokens: int = Field(default=65536, gt=0, le=1 << 28, description="tokens per shard")
     batch_tokens: int = Field(default=16384, gt=0, description="tokens per target forward")

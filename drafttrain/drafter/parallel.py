@@ -36,10 +36,10 @@ def draft_anchors(
     Yields:
         (anchors of the chunk [c], logits float32 [c, B-1, V] on the drafter's device).
     """
-    config, device = drafter.config, drafter.fc.weight.device
+    config, device, dtype = drafter.config, drafter.fc.weight.device, drafter.fc.weight.dtype
     length = len(sample.input_ids)
     positions = torch.arange(length, device=device)[None]
-    context = drafter.context_kv(sample.taps[None].to(device), positions)
+    context = drafter.context_kv(sample.encoded_taps.decode(device, dtype)[None], positions)
     ids = sample.input_ids.to(device)
     for part in anchors.to(device).split(chunk):
         layout = BlockLayout(

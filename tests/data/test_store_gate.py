@@ -102,7 +102,7 @@ def test_one_state_for_one_token_passes(tmp_path):
 def test_memory_that_nobody_wrote_to_is_refused(tmp_path, codec, content, tap):
     """One sample of one tap holds raw bytes (fault kind 21)"""
     rng = np.random.default_rng(0)
-    dtype = CODECS[codec].dtypes[""]
+    dtype = CODECS[codec]["taps"].parts[""].dtype
     size = LENGTHS[1] * HIDDEN * dtype.itemsize
     fill = {"random": rng.integers(0, 256, size), "zero": np.zeros(size)}
     raw = fill.get(content, np.full(size, content if isinstance(content, int) else 0))
@@ -123,7 +123,7 @@ def test_norms_do_not_depend_on_how_rows_are_cut(tmp_path, codec):
         "taps": torch.randn(900, 2, 640, generator=generator),
         "final": torch.randn(900, 640, generator=generator),
     }
-    stored = {name: tensor.to(CODECS[codec].dtypes[""]) for name, tensor in states.items()}
+    stored = {name: tensor.to(CODECS[codec]["taps"].parts[""].dtype) for name, tensor in states.items()}
     whole = row_norms(meta, stored)
     for cut in (1, 7, 450):
         pieces = [

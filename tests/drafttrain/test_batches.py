@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drafttrain.batches import make_batch
+from drafttrain.drafter.masks import NO_DOCUMENT
 
 from .drafter.factory import SampleList, make_sample
 
@@ -23,7 +24,7 @@ def blocks(batch):
             batch.anchor_ids[row, place].item(),
             batch.labels[row, place].tolist(),
             batch.supervised[row, place].tolist(),
-            batch.taps[row, where].sum().item(),
+            batch.taps.decode()[row, where].sum().item(),
         )
     return found
 
@@ -39,8 +40,26 @@ def test_packed_padded_and_rounded_batches_hold_the_same_blocks(multiple):
         assert other[:3] == (anchor, labels, supervised)
         assert other[3] == pytest.approx(taps, abs=1e-3)
     assert padded.num_tokens == packed.num_tokens == 62
-    assert packed.taps.shape[1] % multiple == 0
+    assert packed.layout.context_doc.shape[1] % multiple == 0
     assert packed.anchor_ids.shape[1] * 4 % multiple == 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp8"])
+def test_taps_travel_as_they_are_stored_and_decode_to_the_samples_own(codec, packing):
+    samples = [make_sample(20, seed=1, codec=codec), make_sample(33, seed=2, codec=codec)]
+    arguments = {"seed": 4, "anchors": 6, "block_size": 4, "packing": packing, "multiple": 16}
+    batch = make_batch(SampleList(samples), [(0, 0), (0, 1)], **arguments)
+    for suffix, part in samples[0].encoded_taps.parts.items():
+        assert batch.taps.parts[suffix].dtype == part.dtype
+    for dtype in (None, torch.float32, torch.bfloat16):
+        taps = batch.taps.decode(torch.device("cpu"), dtype)
+        for number, sample in enumerate(samples):
+            row, document = (0, number) if packing else (number, 0)
+            where = batch.layout.context_doc[row] == document
+            assert torch.equal(taps[row, where], sample.encoded_taps.decode(dtype=dtype))
+        padding = taps[batch.layout.context_doc == NO_DOCUMENT]
+        assert len(padding) and not padding.any()
 
 
 def test_labels_are_the_tokens_that_follow_the_anchor():

@@ -48,7 +48,7 @@ def test_stored_states_are_the_targets_hidden_states(tmp_path, target, table):
         assert torch.allclose(stored.final, hidden[-1][0], atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8"])
 @pytest.mark.parametrize("final_hidden", [True, False])
 def test_every_setting_is_stored_as_asked(tmp_path, target, table, codec, final_hidden):
     config = ExtractConfig(taps=2, codec=codec, final_hidden=final_hidden, shard_tokens=10_000)
@@ -56,8 +56,18 @@ def test_every_setting_is_stored_as_asked(tmp_path, target, table, codec, final_
     assert store.meta.taps == [1, 3]
     assert store.meta.num_shards == 1
     sample = store.sample(3)
-    assert sample.taps.dtype == (torch.bfloat16 if codec == "bf16" else torch.float32)
+    stored = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[codec]
+    assert sample.encoded_taps.parts[""].dtype == stored
     assert (sample.final is not None) == final_hidden
+    if sample.final is not None:
+        assert sample.final.dtype == (torch.float32 if codec == "fp32" else torch.bfloat16)
+    # Decoded, they are the target's states in that precision.
+    with torch.no_grad():
+        hidden = target.model(sample.input_ids[None], output_hidden_states=True).hidden_states
+    relative = {"bf16": 2**-8, "fp32": 1e-5, "fp8": 2**-4}[codec]
+    for tap, layer in enumerate(store.meta.taps):
+        error = (sample.taps[:, tap].float() - hidden[layer + 1][0]).norm(dim=-1)
+        assert (error <= relative * hidden[layer + 1][0].norm(dim=-1)).all()
 
 
 def test_resuming_computes_exactly_the_missing_shards(tmp_path, target, table, monkeypatch):

@@ -2,6 +2,7 @@
 
 import torch
 
+from drafttrain.data.codec import CODECS, Encoded
 from drafttrain.data.store_reader import StoredSample
 from drafttrain.drafter.config import DrafterConfig
 from drafttrain.drafter.model import Drafter
@@ -54,8 +55,11 @@ def make_head(seed: int = 2) -> Head:
     )
 
 
-def make_sample(length: int, seed: int = 3, supervised_from: int = 2) -> StoredSample:
+def make_sample(
+    length: int, seed: int = 3, supervised_from: int = 2, codec: str = "fp32"
+) -> StoredSample:
     """A random sample, supervised from one position to its end."""
+    taps_codec = CODECS[codec]["taps"]
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(length, dtype=torch.bool)
     mask[supervised_from:] = True
@@ -66,7 +70,9 @@ def make_sample(length: int, seed: int = 3, supervised_from: int = 2) -> StoredS
         greedy=True,
         input_ids=torch.randint(0, VOCAB - 1, (length,), generator=generator),
         loss_mask=mask,
-        taps=torch.randn(length, 2, HIDDEN, generator=generator),
+        encoded_taps=Encoded(
+            taps_codec, taps_codec.encode(torch.randn(length, 2, HIDDEN, generator=generator))
+        ),
         final=None,
     )
 

@@ -28,7 +28,7 @@ def training_logits(drafter, head, samples, *, packing, anchors=64):
     masks = layer_masks(batch.layout, config.layer_types, config.sliding_window)
     layout = batch.layout
     with torch.no_grad():
-        hidden = drafter(batch.taps, layout.context_pos, embeds, layout.block_pos, masks)
+        hidden = drafter(batch.taps.decode(), layout.context_pos, embeds, layout.block_pos, masks)
     logits = head.logits(hidden.unflatten(1, (-1, config.block_size))[:, :, 1:])
     found = {}
     for row, place in (layout.anchor_doc >= 0).nonzero().tolist():
@@ -72,9 +72,10 @@ def test_training_and_decoding_draft_the_same_logits(kinds, window, block_size, 
 
 
 @pytest.mark.parametrize(("kinds", "window"), KINDS)
-def test_replay_drafting_equals_decoding(kinds, window):
+@pytest.mark.parametrize("codec", ["fp32", "fp8"])
+def test_replay_drafting_equals_decoding(kinds, window, codec):
     drafter, head = make_drafter(drafter_config(4, kinds, window)), make_head()
-    sample = make_sample(40)
+    sample = make_sample(40, codec=codec)
     anchors = torch.tensor([2, 3, 17, 38, 39])
     parts = list(draft_anchors(drafter, head, sample, anchors, chunk=2))
     assert torch.equal(torch.cat([a for a, _ in parts]), anchors)
