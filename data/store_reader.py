@@ -21,9 +21,8 @@ from torch import Tensor
 
 from .codec import CODECS, Encoded
 from .errors import StoreError
-from .files import file_checksum
-from .store_format import HEAD_NAME, REMEDY, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
-from .store_shard import ShardFiles, ShardIndex, read_records
+from .store_format import REMEDY, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
+from .store_shard import ShardFiles, ShardIndex, checked_head, read_records
 
 # Bounds on what stays open; samples in use keep their own map alive.
 _MAPPED_SHARDS = 8
@@ -110,7 +109,6 @@ class FeatureStore:
             )
             for shard, record in zip(shards, records, strict=True)
         ]
-        self._files = files
         # The caches do not refer to the store, so its maps close as soon as it is dropped.
         self._index: Callable[[int], ShardIndex] = lru_cache(_INDEXED_SHARDS)(
             lambda shard: files[shard].load_index()
@@ -156,32 +154,7 @@ class FeatureStore:
         Raises:
             StoreError: its bytes are not those of the target the states were taken from.
         """
-        path = self.path / HEAD_NAME
-        found = file_checksum(path)
-        if found != self.meta.head_checksum:
-            raise StoreError(
-                f"{path}: its bytes have changed since it was written (checksum {found}, recorded"
-                f" {self.meta.head_checksum}); delete it and {REMEDY}"
-            )
-        return path
-
-    def verify(self) -> None:
-        """Check the whole store: every file's checksum, every header, every index.
-
-        Raises:
-            StoreError: one line per damaged file.
-        """
-        checks: list[Callable[[], object]] = [self.checked_head]
-        for files in self._files:
-            checks += [files.load_index, files.map_states]
-        problems = []
-        for check in checks:
-            try:
-                check()
-            except StoreError as exc:
-                problems.append(str(exc))
-        if problems:
-            raise StoreError("\n".join(problems))
+        return checked_head(self.path, self.meta)
 
     def _locate(self, i: int) -> tuple[int, int]:
         if not 0 <= i < len(self):

@@ -143,6 +143,24 @@ class ShardFiles:
         return tensors
 
 
+def checked_head(folder: Path, meta: StoreMeta) -> Path:
+    """Checksum ``head.safetensors`` and return its path.
+
+    Raises:
+        StoreError: it is missing, or not of the target that the states were taken from.
+    """
+    path = folder / HEAD_NAME
+    if not path.is_file():
+        raise StoreError(f"{path}: is missing; {REMEDY}")
+    found = file_checksum(path)
+    if found != meta.head_checksum:
+        raise StoreError(
+            f"{path}: its bytes have changed since it was written (checksum {found}, recorded"
+            f" {meta.head_checksum}); delete it and {REMEDY}"
+        )
+    return path
+
+
 def read_records(folder: Path, meta: StoreMeta) -> list[ShardRecord]:
     """Read the records of all planned shards; sizes are compared, contents are not read.
 
@@ -168,10 +186,15 @@ def read_records(folder: Path, meta: StoreMeta) -> list[ShardRecord]:
             f" ({shown}{f' and {more} more' if more > 0 else ''}): extraction has not finished;"
             f" {REMEDY}"
         )
-    return [_read_checked(folder, shard, meta) for shard in shards]
+    return [read_checked_record(folder, shard, meta) for shard in shards]
 
 
-def _read_checked(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRecord:
+def read_checked_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRecord:
+    """Read a shard's record, and compare the sizes of its files.
+
+    Raises:
+        StoreError: the record is damaged or foreign, or a file is missing or of another size.
+    """
     record = read_record(folder, shard.record, meta)
     if record.index != shard.index or set(record.files) != {shard.parquet, shard.states}:
         raise StoreError(
@@ -179,10 +202,13 @@ def _read_checked(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRecord:
             f" {sorted(record.files)}; delete it and {REMEDY}"
         )
     for name, file in record.files.items():
-        size = (folder / name).stat().st_size
+        path = folder / name
+        if not path.is_file():
+            raise StoreError(f"{path}: is missing, though {shard.record} is there; {REMEDY}")
+        size = path.stat().st_size
         if size != file.bytes:
             raise StoreError(
-                f"{folder / name}: has {size} bytes, its record says {file.bytes}: truncated or"
+                f"{path}: has {size} bytes, its record says {file.bytes}: truncated or"
                 f" appended to; {REMEDY}"
             )
     return record

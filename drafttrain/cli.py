@@ -146,11 +146,59 @@ def store() -> None:
 
 @store.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def verify(folder: Path) -> None:
-    """Check every shard of a store: sizes, headers, checksums, counts."""
-    from drafttrain import stages
+def info(folder: Path) -> None:
+    """Show what a store holds, finished or not."""
+    from drafttrain import store_tools
 
-    stages.verify_store(folder)
+    store_tools.info(folder)
+
+
+@store.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("-r", "--recipe", "path", type=click.Path(path_type=Path), help="for --tokens")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    help="let the recipe's target compute so many random tokens again  [64 with --recipe]",
+)
+@click.option("--seed", default=0, show_default=True, help="which tokens")
+def verify(folder: Path, path: Path | None, tokens: int | None, seed: int) -> None:
+    """Check every shard: sizes, headers, checksums, norms; with --recipe also the states."""
+    from drafttrain import store_tools
+    from drafttrain.recipe import load_recipe
+
+    if tokens is not None and path is None:
+        raise click.UsageError("--tokens needs --recipe, which names the target")
+    recipe = None if path is None else load_recipe(path)
+    store_tools.verify(folder, recipe, tokens or 64, seed)
+
+
+@store.command()
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="of whole stores, also compute so many random tokens again",
+)
+@with_recipe
+def repair(recipe: Any, tokens: int) -> None:
+    """Extract again exactly the shards of store/{train,eval} that verify refuses (resumable)."""
+    from drafttrain import store_tools
+
+    store_tools.repair(recipe, tokens)
+
+
+@store.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument(
+    "sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="IN..."
+)
+def merge(out: Path, sources: tuple[Path, ...]) -> None:
+    """Make one store of the parts of one extraction that lie in several folders (resumable)."""
+    from drafttrain import store_tools
+
+    store_tools.merge(out, sources)
 
 
 def _given_recipe() -> tuple[Path, tuple[str, ...]]:

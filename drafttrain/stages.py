@@ -7,7 +7,7 @@ from pathlib import Path
 from drafttrain.data.errors import CheckpointError, DataError, RecipeError
 from drafttrain.data.files import write_text
 
-from .messages import quiet_libraries, report_console, set_up_logging
+from .messages import quiet_libraries, report_console
 from .recipe import SPLITS, Recipe
 from .run_lock import hold_run
 
@@ -118,16 +118,6 @@ def show_report(file: Path, svg: Path | None) -> None:
         picture = console.export_svg(title=f"drafttrain report {file.name}")
         # Without the web fonts that rich links to: a picture must not load anything.
         write_text(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
-
-
-def verify_store(folder: Path) -> None:
-    """``drafttrain store verify``: every byte of a store against its records."""
-    from drafttrain.data.store_reader import FeatureStore
-
-    set_up_logging()
-    store = FeatureStore(folder)
-    store.verify()
-    log.info("%s: %d samples, %d tokens, all shards whole", folder, len(store), store.num_tokens)
 
 
 def drafter_folder(recipe: Recipe, checkpoint: Path | None) -> tuple[Path, int | None]:

@@ -22,10 +22,10 @@ from drafttrain.data.files import file_checksum, leftovers, try_lock
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import (
     HEAD_NAME,
-    INFORMATIONAL,
     META_NAME,
     Shard,
     StoreMeta,
+    changed_settings,
     plan_shards,
     read_meta,
     write_meta,
@@ -38,6 +38,7 @@ from .engine import Engine
 from .head import capture_head
 from .pipeline import ShardWriter
 from .progress import extraction_progress, human_bytes
+from .settings import store_settings
 from .taps import resolve_taps
 from .target import Target
 
@@ -65,13 +66,13 @@ def extract(target: Target, config: ExtractConfig, table_path: Path, out_dir: Pa
         DataError: the table is missing or damaged.
     """
     table = read_table(table_path)
-    taps = resolve_taps(config.taps, target.num_layers)
+    resolve_taps(config.taps, target.num_layers)
     _check_samples(table, target, table_path)
     shards = plan_shards(table.lengths, config.shard_tokens)
     out_dir.mkdir(parents=True, exist_ok=True)
     with _only_writer(out_dir):
         _remove_leftovers(out_dir)
-        meta = _prepare(target, config, table, taps, out_dir)
+        meta = _prepare(target, config, table, out_dir)
         todo = [shard for shard in shards if not is_sealed(out_dir, shard, meta)]
         _forecast(meta, todo, len(shards), out_dir)
         _run(target, config, table, meta, todo, out_dir)
@@ -122,48 +123,21 @@ def _remove_leftovers(out_dir: Path) -> None:
         path.unlink()
 
 
-def _prepare(
-    target: Target, config: ExtractConfig, table: SampleTable, taps: list[int], out_dir: Path
-) -> StoreMeta:
+def _prepare(target: Target, config: ExtractConfig, table: SampleTable, out_dir: Path) -> StoreMeta:
     """Make head and ``store.json``, or check that those here are of the same settings."""
     begun = read_meta(out_dir) if (out_dir / META_NAME).exists() else None
     head_path = out_dir / HEAD_NAME
     if begun is None or not head_path.exists():
         capture_head(target).save(head_path)
-    checksum = file_checksum(head_path)
-    meta = StoreMeta(
-        target=target.name,
-        target_revision=target.revision,
-        target_dtype=str(target.dtype).removeprefix("torch."),
-        target_fingerprint=target.fingerprint,
-        tokenizer_hash=target.tokenizer_hash,
-        template_hash=table.manifest.get("template_hash"),
-        stop_ids=target.stop_ids,
-        rope_theta=target.rope_theta,
-        max_positions=target.max_positions,
-        taps=taps,
-        num_target_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_rows,
-        final_hidden=config.final_hidden,
-        codec=config.codec,
-        table_hash=table.table_hash,
-        shard_tokens=config.shard_tokens,
-        num_samples=len(table),
-        num_tokens=int(table.lengths.sum()),
-        num_shards=len(plan_shards(table.lengths, config.shard_tokens)),
-        head_checksum=checksum,
-    )
+    meta = store_settings(target, config, table, file_checksum(head_path))
     if begun is None:
         write_meta(out_dir, meta)
         return meta
-    old, new = begun.model_dump(), meta.model_dump()
-    changed = [key for key in old if old[key] != new[key] and key not in INFORMATIONAL]
+    changed = changed_settings(begun, meta)
     if changed:
-        differences = "; ".join(f"{key} {old[key]} there, {new[key]} now" for key in changed)
         raise StoreError(
-            f"{out_dir} holds a store of other settings ({differences}); nothing was changed: give"
-            " another output folder, restore the settings, or move the old store away"
+            f"{out_dir} holds a store of other settings ({'; '.join(changed)}); nothing was"
+            " changed: give another output folder, restore the settings, or move the old store away"
         )
     return begun
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafttrain.data.errors import StoreError
+from drafttrain.data.store_check import verify_store
 from drafttrain.data.store_reader import FeatureStore
 
 from .store_factory import LENGTHS, make_store, states_of
@@ -77,7 +78,7 @@ def test_a_sample_out_of_range_is_an_index_error(tmp_path, i):
 def test_writing_into_a_sample_does_not_reach_the_file(tmp_path):
     make_store(tmp_path)
     FeatureStore(tmp_path).sample(0).taps.zero_()
-    FeatureStore(tmp_path).verify()
+    verify_store(tmp_path)
 
 
 def _maps(folder) -> int:
@@ -152,14 +153,14 @@ def test_a_damaged_shard_is_named_before_its_states_are_used(tmp_path, damage, s
 def test_verify_names_every_damaged_file(tmp_path, codec):
     """(fault kind 37)"""
     made = make_store(tmp_path, codec=codec)
-    FeatureStore(tmp_path).verify()
+    verify_store(tmp_path)
     damaged = ["head.safetensors", made.shards[0].states, made.shards[2].parquet]
     for name in damaged:
         data = bytearray((tmp_path / name).read_bytes())
         data[-1] ^= 1
         (tmp_path / name).write_bytes(data)
     with pytest.raises(StoreError) as caught:
-        FeatureStore(tmp_path).verify()
+        verify_store(tmp_path)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert all(name in line for name, line in zip(damaged, lines, strict=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.data.store_reader import FeatureStore
+from drafttrain.data.store_check import verify_store
 
 from .factory import contents, make_table, save_target
 
@@ -102,7 +102,7 @@ def test_ten_kills_each_followed_by_a_rerun(server, undisturbed, tmp_path):
         halfway += 0 < sealed < len(undisturbed) // 3
         assert server.extract(out) == 0
         assert contents(out) == undisturbed
-        FeatureStore(out).verify()
+        verify_store(out)
     assert killed >= 8
     assert halfway >= 4
 
