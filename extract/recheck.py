@@ -20,7 +20,7 @@ from drafttrain.data.store_format import REMEDY, Shard, StoreMeta, plan_shards
 from drafttrain.data.store_gate import columns
 from drafttrain.data.store_reader import FeatureStore
 
-from .engine import extract_features
+from .engine import Engine, Features
 from .target import Target
 
 COSINE = 0.999
@@ -77,26 +77,31 @@ def check_states(target: Target, store: FeatureStore, count: int, seed: int = 0)
     names = columns(meta)
     check = StateCheck(count, tolerance(meta), dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0))
     first = [shard.first for shard in plan_shards(store.lengths, meta.shard_tokens)]
-    for sample in tracked(list(chosen), "re-forward"):
-        shard = int(np.searchsorted(first, sample, side="right")) - 1
-        _compare(target, store, (sample, chosen[sample]), shard, check)
+    with Engine(target, meta.taps, meta.final_hidden) as engine:
+        # A group of its own for each sample, read up to its last chosen token.
+        groups = (
+            [store.index(sample).input_ids[: tokens[-1] + 1].numpy().astype(np.int32)]
+            for sample, tokens in chosen.items()
+        )
+        found = engine.features(groups, batch_tokens=1)
+        for sample, new in zip(tracked(list(chosen), "re-forward"), found, strict=True):
+            shard = int(np.searchsorted(first, sample, side="right")) - 1
+            _compare(store, (sample, chosen[sample]), new, shard, check)
     return check
 
 
 def _compare(
-    target: Target,
     store: FeatureStore,
     chosen: tuple[int, list[int]],
+    features: Features,
     shard: int,
     check: StateCheck,
 ) -> None:
     """Compare some tokens of one sample, and keep the worst."""
-    meta, (number, tokens) = store.meta, chosen
+    number, tokens = chosen
     stored = store.sample(number)
-    ids = stored.input_ids[: tokens[-1] + 1].numpy().astype(np.int32)
-    [(_, taps, final)] = extract_features(target, meta.taps, [ids], len(ids))
     # Whatever the codec decodes to, compared in float32: [tokens, columns, hidden].
-    new = _rows(taps, final if meta.final_hidden else None, tokens)
+    new = _rows(features.taps, features.final, tokens)
     old = _rows(stored.taps, stored.final, tokens)
     cosine = torch.nn.functional.cosine_similarity(new, old, dim=-1)
     error = (new - old).norm(dim=-1) / new.norm(dim=-1)

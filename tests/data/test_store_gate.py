@@ -123,7 +123,8 @@ def test_norms_do_not_depend_on_how_rows_are_cut(tmp_path, codec):
         "taps": torch.randn(900, 2, 640, generator=generator),
         "final": torch.randn(900, 640, generator=generator),
     }
-    stored = {name: tensor.to(CODECS[codec]["taps"].parts[""].dtype) for name, tensor in states.items()}
+    dtype = CODECS[codec]["taps"].parts[""].dtype
+    stored = {name: tensor.to(dtype) for name, tensor in states.items()}
     whole = row_norms(meta, stored)
     for cut in (1, 7, 450):
         pieces = [
