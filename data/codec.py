@@ -14,6 +14,7 @@ for fp8 a pass for the largest magnitude and a division more.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class Codec:
     encode: Callable[[Tensor], dict[str, Tensor]]
     decode: Callable[[Mapping[str, Tensor], torch.dtype | None], Tensor]
 
+    def encoded(self, states: Tensor) -> "Encoded":
+        """Encode on the device where the states are."""
+        return Encoded(self, self.encode(states))
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -54,6 +59,22 @@ class Encoded:
 
     codec: Codec
     parts: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.parts.values())))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Encoded":
+        """The same with every part changed, for instance moved."""
+        return Encoded(self.codec, {suffix: change(part) for suffix, part in self.parts.items()})
+
+    def at(self, where: Any) -> "Encoded":
+        """Some of the leading dimensions, for instance the rows of one sample; no copy."""
+        return self.map(lambda part: part[where])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
 
     def decode(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -66,7 +87,7 @@ class Encoded:
         """
         parts = self.parts
         if device is not None:
-            parts = {suffix: part.to(device, non_blocking=True) for suffix, part in parts.items()}
+            parts = self.map(lambda part: part.to(device, non_blocking=True)).parts
         return self.codec.decode(parts, dtype)
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .codec import CODECS
+from .codec import CODECS, Encoded
 from .errors import StoreError
 from .files import file_checksum, publish, write_json
 from .samples import Sample
@@ -62,13 +62,14 @@ class ShardBuffer:
         self._norms = torch.zeros((shard.tokens, len(columns(meta))))
         self._filled = [False] * len(samples)
 
-    def add(self, position: int, taps: Tensor, final: Tensor | None) -> None:
+    def add(self, position: int, taps: Tensor | Encoded, final: Tensor | Encoded | None) -> None:
         """Put in one sample's states.
 
         Args:
             position: the sample's place in this shard.
-            taps: ``[tokens, n_taps, hidden]``.
-            final: ``[tokens, hidden]`` after the final norm, or None where the store has none.
+            taps: ``[tokens, n_taps, hidden]``, or what this store's codec made of them.
+            final: ``[tokens, hidden]`` after the final norm, likewise, or None where the store has
+                none.
 
         Raises:
             StoreError: rows != tokens, NaN, infinity, an all-zero row, or one state for different
@@ -85,7 +86,9 @@ class ShardBuffer:
                     f"sample {sample.sample_id}: {len(states)} rows of {field} for {length} tokens;"
                     " the target must return one state per token (no prefix reuse, no cache)"
                 )
-            for suffix, part in CODECS[self._meta.codec][field].encode(states).items():
+            if isinstance(states, Tensor):
+                states = CODECS[self._meta.codec][field].encoded(states)
+            for suffix, part in states.parts.items():
                 self._tensors[field + suffix][start : start + length] = part
         tensors = {name: part[start : start + length] for name, part in self._tensors.items()}
         norms = row_norms(self._meta, tensors)

@@ -1,7 +1,8 @@
 """Target forwards for extraction: samples' ids -> taps and final hidden state of each sample.
 
-Samples fill rows of at most ``batch_tokens`` tokens, one after another, without padding
-(``packing``); targets that cannot be run so get right-padded batches of as many padded tokens.
+The states come as the store's codec keeps them, encoded on the target's device. Samples fill rows
+of at most ``batch_tokens`` tokens, one after another, without padding (``packing``); targets that
+cannot be run so get right-padded batches of as many padded tokens.
 Guarantee: row t of a sample belongs to its token t, nothing is shifted; samples do not see each
 other. The batches depend only on the samples and ``batch_tokens``, so a repeated shard gives the
 same bytes. Cost: one forward without LM head and without cache, not past the last tapped layer if
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from drafttrain.data.codec import CODECS, Encoded
 
 from .packing import packed, run_plain, run_row
 from .rows import Row
@@ -72,15 +75,15 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 class Features(NamedTuple):
-    """The states of one sample, on the CPU, in the target's dtype."""
+    """The states of one sample, on the CPU, as the codec keeps them."""
 
     group: int
     """Which group of samples it belongs to, counted from 0."""
     number: int
     """Its place there."""
-    taps: Tensor
+    taps: Encoded
     """[n, n_taps, hidden]"""
-    final: Tensor | None
+    final: Encoded | None
     """[n, hidden] after the final norm, if wanted."""
 
 
@@ -92,8 +95,8 @@ class _Launched(NamedTuple):
     lengths: list[int]
     spans: list[slice] | None
     """Of the samples in the row; None in a padded batch."""
-    taps: Tensor
-    final: Tensor | None
+    taps: Encoded
+    final: Encoded | None
     arrived: torch.cuda.Event | None
 
 
@@ -103,11 +106,14 @@ class Engine:
     Args:
         target: the frozen target.
         taps: ascending layer ids.
+        codec: how the states are kept.
         final_hidden: also give the final hidden state.
     """
 
-    def __init__(self, target: Target, taps: Sequence[int], final_hidden: bool = True) -> None:
-        self._target, self._final = target, final_hidden
+    def __init__(
+        self, target: Target, taps: Sequence[int], codec: str, final_hidden: bool = True
+    ) -> None:
+        self._target, self._codecs = target, CODECS[codec]
         self._recorder = TapRecorder(target.layers, taps, stop=not final_hidden)
         self._open = ExitStack()
         self._rows = False
@@ -165,16 +171,19 @@ class Engine:
                 for place, sample in enumerate(samples):
                     ids[place, : len(sample)] = torch.from_numpy(sample.astype(np.int64))
                 final = run_plain(target, ids.to(target.device, non_blocking=True))
-        taps = self._recorder.collect()
-        if self._leaving is None:
-            return _Launched(group, batch, lengths, spans, taps, final, None)
-        self._leaving.wait_stream(torch.cuda.current_stream(target.device))
-        with torch.cuda.stream(self._leaving):
-            taps = _to_host(taps, self._leaving)
-            final = None if final is None else _to_host(final, self._leaving)
+        kept = self._codecs["taps"].encoded(self._recorder.collect())
+        kept_final = None if final is None else self._codecs["final"].encoded(final)
+        leaving = self._leaving
+        if leaving is None:
+            return _Launched(group, batch, lengths, spans, kept, kept_final, None)
+        leaving.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(leaving):
+            kept = kept.map(lambda part: _to_host(part, leaving))
+            if kept_final is not None:
+                kept_final = kept_final.map(lambda part: _to_host(part, leaving))
             arrived = torch.cuda.Event()
-            arrived.record(self._leaving)
-        return _Launched(group, batch, lengths, spans, taps, final, arrived)
+            arrived.record(leaving)
+        return _Launched(group, batch, lengths, spans, kept, kept_final, arrived)
 
     @staticmethod
     def _arrived(launched: _Launched) -> Iterator[Features]:
@@ -186,8 +195,8 @@ class Engine:
                 where: tuple[int, slice] = (place, slice(0, launched.lengths[place]))
             else:
                 where = (0, launched.spans[place])
-            final = None if launched.final is None else launched.final[where]
-            yield Features(launched.group, i, launched.taps[where], final)
+            final = None if launched.final is None else launched.final.at(where)
+            yield Features(launched.group, i, launched.taps.at(where), final)
 
 
 def _to_host(states: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -16,8 +16,7 @@ from queue import Queue
 from types import TracebackType
 from typing import NamedTuple
 
-from torch import Tensor
-
+from drafttrain.data.codec import Encoded
 from drafttrain.data.samples import Sample
 from drafttrain.data.store_format import Shard, StoreMeta
 from drafttrain.data.store_writer import ShardBuffer
@@ -30,8 +29,8 @@ class _Filled(NamedTuple):
 
     shard: int
     position: int
-    taps: Tensor
-    final: Tensor | None
+    taps: Encoded
+    final: Encoded | None
 
     @property
     def bytes(self) -> int:
@@ -88,7 +87,7 @@ class ShardWriter:
             [len(samples)],
         )
 
-    def put(self, shard: int, position: int, taps: Tensor, final: Tensor | None) -> None:
+    def put(self, shard: int, position: int, taps: Encoded, final: Encoded | None) -> None:
         """Hand over one sample's states; waits while too many are on their way.
 
         Args:

@@ -77,7 +77,7 @@ def check_states(target: Target, store: FeatureStore, count: int, seed: int = 0)
     names = columns(meta)
     check = StateCheck(count, tolerance(meta), dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0))
     first = [shard.first for shard in plan_shards(store.lengths, meta.shard_tokens)]
-    with Engine(target, meta.taps, meta.final_hidden) as engine:
+    with Engine(target, meta.taps, meta.codec, meta.final_hidden) as engine:
         # A group of its own for each sample, read up to its last chosen token.
         groups = (
             [store.index(sample).input_ids[: tokens[-1] + 1].numpy().astype(np.int32)]
@@ -101,7 +101,8 @@ def _compare(
     number, tokens = chosen
     stored = store.sample(number)
     # Whatever the codec decodes to, compared in float32: [tokens, columns, hidden].
-    new = _rows(features.taps, features.final, tokens)
+    final = None if features.final is None else features.final.decode()
+    new = _rows(features.taps.decode(), final, tokens)
     old = _rows(stored.taps, stored.final, tokens)
     cosine = torch.nn.functional.cosine_similarity(new, old, dim=-1)
     error = (new - old).norm(dim=-1) / new.norm(dim=-1)

@@ -9,7 +9,7 @@ is flash-linear-attention's chunk kernel on CUDA, elsewhere Transformers' torch 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .row_kernels import AVAILABLE, convolve, fits
 from .rows import Row, current_row
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -56,13 +57,19 @@ def known_variant(layer: Any) -> bool:
     return layer.activation in _ACTIVATIONS and layer.conv1d.bias is None
 
 
-def convolve_row(inputs: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+def convolve_row(
+    inputs: Tensor, weight: Tensor, positions: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
     """Causal depthwise convolution and SiLU that never looks behind a sample's first token.
 
     Args:
         inputs: [t, C].
         weight: [C, K]; the last column meets the token itself.
         positions: int64 [t], place of each token in its sample.
+        sizes: channels of q, k and v.
+
+    Returns:
+        q, k and v [t, size] each.
     """
     kernel = weight.shape[1]
     padded = F.pad(inputs, (0, 0, kernel - 1, 0))
@@ -71,7 +78,7 @@ def convolve_row(inputs: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
         earlier = padded[kernel - 1 - back : len(padded) - back].float()
         inside = (positions >= back)[:, None]
         total = total + torch.where(inside, earlier * weight[:, kernel - 1 - back].float(), 0.0)
-    return F.silu(total).to(inputs.dtype)
+    return F.silu(total).to(inputs.dtype).split(list(sizes), dim=-1)
 
 
 def decay_and_rate(a_log: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +130,7 @@ class RowParts:
     """The functions that layers of one target share."""
 
     project: Callable[[Any, Tensor], Projected]
-    convolve: Callable[[Tensor, Tensor, Tensor], Tensor]
+    convolve: Callable[[Tensor, Tensor, Tensor, Sequence[int]], tuple[Tensor, ...]]
     gates: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     rule: DeltaRule
 
@@ -138,7 +145,14 @@ class RowParts:
         """
         project = PROJECTIONS[type(layer).__name__]
         rule = _delta_rule(layer, device)
-        return cls(project, compiled(convolve_row), compiled(decay_and_rate), rule)
+        fused = device.type == "cuda" and AVAILABLE and fits(_sizes(layer))
+        convolution = convolve if fused else compiled(convolve_row)
+        return cls(project, convolution, compiled(decay_and_rate), rule)
+
+
+def _sizes(layer: Any) -> tuple[int, int, int]:
+    """Channels of q, k and v."""
+    return layer.key_dim, layer.key_dim, layer.value_dim
 
 
 def mix_row(layer: Any, parts: RowParts, hidden_states: Tensor, **arguments: Any) -> Tensor:
@@ -152,8 +166,8 @@ def mix_row(layer: Any, parts: RowParts, hidden_states: Tensor, **arguments: Any
     """
     row, tokens = current_row(), hidden_states.shape[1]
     inputs, z, b, a = parts.project(layer, hidden_states[0])
-    mixed = parts.convolve(inputs, layer.conv1d.weight.squeeze(1), row.positions)
-    query, key, value = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
+    weight = layer.conv1d.weight.squeeze(1)
+    query, key, value = parts.convolve(inputs, weight, row.positions, _sizes(layer))
     decay, rate = parts.gates(layer.A_log, layer.dt_bias, a, b)
     out = parts.rule(
         query.reshape(1, tokens, -1, layer.head_k_dim),

@@ -18,8 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ATTENTION_NAME = "drafttrain_row"
+# Not cuDNN's: it plans every new length anew, which took longer than the attention itself.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Extra arguments of attention functions that change what is computed and are not implemented.
 _CHANGING = ("softcap", "s_aux", "attention_sink", "head_mask")
 
@@ -105,13 +108,14 @@ def attend_row(
             place = torch.arange(length, device=query.device)
             behind = place[:, None] - place
             mask = (behind >= 0) & (behind < sliding_window)
-        out[:, span] = F.scaled_dot_product_attention(
-            query[:, :, span],
-            key[:, :, span],
-            value[:, :, span],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        ).transpose(1, 2)
+        with sdpa_kernel(_KERNELS):
+            out[:, span] = F.scaled_dot_product_attention(
+                query[:, :, span],
+                key[:, :, span],
+                value[:, :, span],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            ).transpose(1, 2)
     return out, None

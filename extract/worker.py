@@ -181,7 +181,7 @@ def _run(
 
     with (
         extraction_progress() as progress,
-        Engine(target, meta.taps, config.final_hidden) as engine,
+        Engine(target, meta.taps, meta.codec, meta.final_hidden) as engine,
     ):
         task = progress.add_task(f"extract {out_dir.name}", total=tokens)
         started = time.monotonic()

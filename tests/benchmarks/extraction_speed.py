@@ -27,6 +27,7 @@ from drafttrain.data.samples import make_sample, write_table
 from drafttrain.extract import packing
 from drafttrain.extract.config import ExtractConfig
 from drafttrain.extract.engine import Engine, plan_batches
+from drafttrain.extract.taps import resolve_taps
 from drafttrain.extract.target import Target
 from drafttrain.extract.worker import extract
 
@@ -59,8 +60,12 @@ def drain(engine: Engine, groups: Sequence[Sequence[np.ndarray]], batch: int) ->
 
 def layouts(target: Target, tokens: int) -> None:
     """Table 1."""
-    samples = sample_ids(sample_lengths(tokens))
-    real = sum(map(len, samples))
+    # Few different lengths: kernels are tuned anew for every shape of a padded batch.
+    lengths = [
+        min((256, 512, 1024, 2048, 4096), key=lambda k: abs(k - n)) for n in sample_lengths(tokens)
+    ]
+    samples = sample_ids(lengths)
+    real, taps = sum(lengths), resolve_taps(len(TAPS), target.num_layers)
     changed = [(samples[0] + 1) % 1000, *samples[1:]]
     table = Table("layout", "tokens/s", "padding", "distance from alone", "others moved")
     alone: dict[int, torch.Tensor] = {}
@@ -69,11 +74,11 @@ def layouts(target: Target, tokens: int) -> None:
         ("right-padded, sorted", PaddedEngine, _BATCH),
         ("rows", Engine, _BATCH),
     ):
-        with kind(target, TAPS) as engine:
+        with kind(target, taps, "bf16") as engine:
             drain(engine, [samples], batch)
             seconds = drain(engine, [samples], batch)
-            found = {i.number: i.final.clone() for i in engine.features([samples], batch)}
-            other = {i.number: i.final.clone() for i in engine.features([changed], batch)}
+            found = {i.number: i.final.decode().clone() for i in engine.features([samples], batch)}
+            other = {i.number: i.final.decode().clone() for i in engine.features([changed], batch)}
             plan = plan_batches([len(ids) for ids in samples], batch)
             padded = sum(len(part) * max(len(samples[i]) for i in part) for part in plan)
         alone = alone or found
@@ -81,7 +86,10 @@ def layouts(target: Target, tokens: int) -> None:
         moved = sum(not torch.equal(found[i], other[i]) for i in found if i)
         share = 0.0 if name == "rows" else 1 - real / padded
         table.add_row(name, f"{real / seconds:,.0f}", f"{share:.1%}", f"{max(far):.4f}", str(moved))
-    _console.print(f"{len(samples)} samples, {real:,} tokens, longest {max(map(len, samples)):,}")
+    _console.print(
+        f"{target.num_layers} layers, {len(samples)} samples, {real:,} tokens, longest"
+        f" {max(lengths):,}"
+    )
     _console.print(table)
 
 
@@ -105,7 +113,7 @@ def speed(target: Target, tokens: int, folder: Path) -> None:
         ends = np.cumsum(lengths) // shard
         groups = [[s for s, e in zip(samples, ends, strict=True) if e == k] for k in set(ends)]
         torch.cuda.reset_peak_memory_stats()
-        with Engine(target, TAPS) as engine:
+        with Engine(target, TAPS, "bf16") as engine:
             drain(engine, groups[:1], _BATCH)
             bare = real / drain(engine, groups, _BATCH)
         written = with_writing(target, samples, folder)
@@ -152,7 +160,7 @@ class Rates(logging.Handler):
 def breakdown(target: Target) -> None:
     """Table 3."""
     samples = sample_ids([2048] * 8)
-    with Engine(target, TAPS) as engine:
+    with Engine(target, TAPS, "bf16") as engine:
         drain(engine, [samples], _BATCH)
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
@@ -197,14 +205,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     target = make_target(arguments.layers, "cuda")
     begin = time.perf_counter()
-    with Engine(target, TAPS):
+    with Engine(target, TAPS, "bf16"):
         _console.print(f"prepared in {time.perf_counter() - begin:.0f} s")
     if "breakdown" in arguments.parts:
         breakdown(target)
     if "speed" in arguments.parts:
         speed(target, arguments.tokens, arguments.folder)
     if "layouts" in arguments.parts:
-        layouts(target, arguments.tokens // 6)
+        del target
+        layouts(make_target(min(arguments.layers, 16), "cuda"), arguments.tokens // 6)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,6 @@ def extract_features(
     target: Target, taps: list[int], samples: list[np.ndarray], batch_tokens: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Number, taps and final state of all samples, with an engine of their own."""
-    with Engine(target, taps) as engine:
+    with Engine(target, taps, "fp32") as engine:
         for _, number, taps_of, final in engine.features([samples], batch_tokens):
-            yield number, taps_of, final
+            yield number, taps_of.decode(), None if final is None else final.decode()

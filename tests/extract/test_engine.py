@@ -55,7 +55,7 @@ def test_groups_are_told_apart_and_asked_for_one_by_one():
             asked.append(len(group))
             yield group
 
-    with Engine(target, TAPS) as engine:
+    with Engine(target, TAPS, "fp32") as engine:
         found = engine.features(groups(), 9)
         first = next(found)
         assert asked == [2] and first.group == 0
