@@ -14,7 +14,10 @@ import yaml
 from safetensors.torch import load_file
 
 from drafttrain.checkpoint import find_complete
+from drafttrain.data.samples import read_table
+from drafttrain.data.store_format import HEAD_NAME, plan_shards, write_meta
 from drafttrain.data.store_reader import FeatureStore
+from drafttrain.data.store_writer import ShardBuffer
 from drafttrain.launch import TRAIN_SCRIPT, free_port
 from drafttrain.metrics_log import read_metrics
 
@@ -144,6 +147,52 @@ def test_two_ranks_follow_the_trace_of_one(undisturbed, extracted, tmp_path, sta
         assert other[3] == pytest.approx(norm, rel=2e-4)
     for name, weight in weights(undisturbed).items():
         assert torch.allclose(weights(recipe)[name], weight, atol=2e-5), name
+
+
+def copy_decoded(store: FeatureStore, table: Path, folder: Path) -> None:
+    """The same states, decoded, as a store of codec fp32."""
+    folder.mkdir(parents=True)
+    shutil.copy(store.path / HEAD_NAME, folder / HEAD_NAME)
+    meta = store.meta.model_copy(update={"codec": "fp32"})
+    write_meta(folder, meta)
+    samples = read_table(table)
+    for shard in plan_shards(store.lengths, meta.shard_tokens):
+        buffer = ShardBuffer(meta, shard, [samples[i] for i in range(shard.first, shard.stop)])
+        for i in range(shard.first, shard.stop):
+            sample = store.sample(i)
+            buffer.add(i - shard.first, sample.taps, sample.final)
+        buffer.seal(folder)
+
+
+def test_training_and_replay_on_fp8_are_those_on_its_decoded_values(
+    undisturbed, extracted, tmp_path
+):
+    """Decoding on the way to the drafter is bit for bit decoding beforehand."""
+    recipes = {name: copy_run(extracted, tmp_path / name) for name in ("fp8", "decoded")}
+    runs = {name: tmp_path / name / "run" for name in recipes}
+    for run in runs.values():
+        shutil.rmtree(run / "store")
+    codec = "extract.codec=fp8"
+    done = drafttrain("extract", "--recipe", str(recipes["fp8"]), codec)
+    assert done.returncode == 0, done.stderr
+    for split in ("train", "eval"):
+        store = FeatureStore(runs["fp8"] / "store" / split)
+        assert drafttrain("store", "verify", str(store.path)).returncode == 0
+        table = runs["fp8"] / "samples" / f"{split}.parquet"
+        copy_decoded(store, table, runs["decoded"] / "store" / split)
+    for recipe in recipes.values():
+        process = start_rank(recipe)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    assert trace(recipes["fp8"]) == trace(recipes["decoded"])
+    replays = [
+        json.loads((run / "reports" / "step-000024.json").read_text())["replay"]
+        for run in runs.values()
+    ]
+    assert replays[0] == replays[1]
+    # Rounding shows, but little: the loss is that of the exact store within a few percent.
+    losses = [[line[1] for line in trace(recipe)] for recipe in (recipes["fp8"], undisturbed)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_resuming_under_another_recipe_or_rank_count_is_refused(undisturbed, tmp_path):
