@@ -32,7 +32,7 @@ from .store_format import (
 from .store_shard import checked_head, read_checked_record
 
 _LOGGER = logging.getLogger(__name__)
-_KEPT_NAMES = ("recipe.yaml",)  # what lies beside a store and says where it came from
+_RECIPE_NAME = "recipe.yaml"  # lies beside every artifact
 
 
 @dataclass(slots=True)
@@ -82,6 +82,9 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
     merge = Merge(meta)
     try:
         _take_head(out, sources, merge)
+        recipes = [folder / _RECIPE_NAME for folder in (out, *sources)]
+        for recipe in [path for path in recipes if path.is_file()][:1]:
+            _place(recipe, out / _RECIPE_NAME, file_checksum(recipe))
         shards = [Shard(index, 0, 0, 0) for index in range(meta.num_shards)]
         for shard in tracked(shards, f"merge {out.name}"):
             _take_shard(out, sources, shard, merge)
@@ -106,9 +109,6 @@ def _take_head(out: Path, sources: Sequence[Path], merge: Merge) -> None:
             problems.append(str(exc))
             continue
         _place(path, out / HEAD_NAME, merge.meta.head_checksum)
-        for name in _KEPT_NAMES:
-            if (folder / name).is_file():
-                _place(folder / name, out / name, file_checksum(folder / name))
         return
     merge.bad += problems or [f"{out}: no part has {HEAD_NAME}"]
 

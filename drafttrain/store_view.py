@@ -53,7 +53,7 @@ def _settings(summary: StoreSummary) -> Table:
     if not summary.head:
         rows["head"] = "head.safetensors is missing"
     for number, line in enumerate(summary.bad, start=1):
-        rows[f"damaged {number}"] = line
+        rows[f"damaged {number}"] = line.replace(f"{summary.folder}/", "")
     for name, value in rows.items():
         table.add_row(name, value)
     return table
