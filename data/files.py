@@ -1,8 +1,8 @@
 """Durable files: what has its final name is complete and on disk.
 
-Everything is written under ``<name>.tmp``, flushed with fsync, renamed, and the folder is flushed
-too, so neither a kill nor a power cut leaves a short file under a final name (cost: one fsync of
-the file and one of the folder).
+Everything is written under ``<name>.tmp`` (``<name>.<owner>.tmp`` in a folder that several write
+to), flushed with fsync, renamed, and the folder is flushed too, so neither a kill nor a power cut
+leaves a short file under a final name (cost: one fsync of the file and one of the folder).
 """
 
 import fcntl
@@ -11,13 +11,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import xxhash
 
 from .errors import DraftTrainError
 
 _READ_BYTES = 1 << 22
+_Result = TypeVar("_Result")
 
 
 def fsync_path(path: Path) -> None:
@@ -41,36 +42,50 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
-def publish(path: Path, write: Callable[[Path], None]) -> None:
-    """Create ``path`` atomically: ``write`` gets the temporary path and must create it."""
+def _confirmed() -> None:
+    """A folder's only writer may always publish."""
+
+
+def publish(
+    path: Path,
+    write: Callable[[Path], _Result],
+    owner: str = "",
+    confirm: Callable[[], None] = _confirmed,
+) -> _Result:
+    """Create ``path`` atomically.
+
+    Args:
+        path: the final name.
+        write: gets the temporary path and must create it; what it returns is returned.
+        owner: makes the temporary name unique where several processes write to one folder.
+        confirm: called just before the renaming; raises if the file must not appear any more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + ".tmp")
-    write(tmp)
+    tmp = path.with_name(path.name + (f".{owner}.tmp" if owner else ".tmp"))
+    result = write(tmp)
     fsync_path(tmp)
+    confirm()
     os.replace(tmp, path)
     fsync_path(path.parent)
+    return result
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """Temporary files that interrupted writers left in a folder nobody is writing to now.
-
-    Ours end in ``.tmp``; safetensors writes to ``.tmp`` and random letters before it renames.
-    """
-    return sorted({*folder.glob("*.tmp"), *folder.glob(".tmp*")})
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    publish(path, lambda tmp: _write(tmp, text))
+def write_text(
+    path: Path, text: str, owner: str = "", confirm: Callable[[], None] = _confirmed
+) -> None:
+    """Write a text file atomically; see ``publish``."""
+    publish(path, lambda tmp: _write(tmp, text), owner, confirm)
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically, keys in the order given."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(
+    path: Path, value: Any, owner: str = "", confirm: Callable[[], None] = _confirmed
+) -> None:
+    """Write indented JSON atomically, keys in the order given; see ``publish``."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", owner, confirm)
 
 
 def read_json(path: Path, error: type[DraftTrainError], remedy: str) -> dict[str, Any]:

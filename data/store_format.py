@@ -12,7 +12,7 @@ lengths and ``shard_tokens``; no file holds a time, a host name or a version of 
 inputs give equal bytes whoever wrote them and however often they were interrupted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -258,9 +258,11 @@ def changed_settings(old: StoreMeta, new: StoreMeta) -> list[str]:
     ]
 
 
-def write_meta(folder: Path, meta: StoreMeta) -> None:
-    """Write ``store.json`` atomically."""
-    write_json(folder / META_NAME, meta.model_dump())
+def write_meta(
+    folder: Path, meta: StoreMeta, owner: str = "", confirm: Callable[[], None] = lambda: None
+) -> None:
+    """Write ``store.json`` atomically; see ``files.publish``."""
+    write_json(folder / META_NAME, meta.model_dump(), owner, confirm)
 
 
 def read_record(folder: Path, shard_name: str, meta: StoreMeta) -> ShardRecord:

@@ -4,23 +4,24 @@
 ``[tokens, hidden]``), filled sample by sample in any order. Gate (``store_gate``): a sample whose
 states are not one row per token, not finite, zero in a whole row or repeated never gets in, and a
 shard with absurd norms is not written. Guarantee: bytes depend only on samples and states, not on
-the order of filling. Cost: the shard in memory once, one pass for norms, one write, one checksum
-pass.
+the order of filling. Cost: the shard in memory once, one pass for norms, one write, hashed on
+its way.
 """
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from .checked_write import write_checked, write_tensors
 from .codec import CODECS, Encoded
 from .errors import StoreError
-from .files import file_checksum, publish, write_json
+from .files import publish, write_json
 from .samples import Sample
 from .store_format import (
     INDEX_SCHEMA,
@@ -98,8 +99,16 @@ class ShardBuffer:
         self._norms[start : start + length] = norms
         self._filled[position] = True
 
-    def seal(self, folder: Path) -> ShardRecord:
+    def seal(
+        self, folder: Path, owner: str = "", confirm: Callable[[], None] = lambda: None
+    ) -> ShardRecord:
         """Write the shard's files durably, the record last, and return the record.
+
+        Args:
+            folder: the store.
+            owner: names the temporary files of one of several workers.
+            confirm: called before each file gets its final name; raises if this worker may not
+                write the shard any more.
 
         Raises:
             StoreError: absurd norms; nothing was written.
@@ -115,8 +124,10 @@ class ShardBuffer:
             raise StoreError(f"{shard.stem}: {problem}; {_REMEDY}")
         taps = statistics(self._meta, self._norms)
         final = taps.pop("final", None)
-        publish(folder / shard.parquet, self._write_index)
-        publish(folder / shard.states, lambda tmp: save_file(self._tensors, tmp))
+        index = publish(folder / shard.parquet, self._write_index, owner, confirm)
+        states = publish(
+            folder / shard.states, lambda tmp: write_tensors(tmp, self._tensors), owner, confirm
+        )
         record = ShardRecord(
             index=shard.index,
             store=self._meta.identity(),
@@ -127,17 +138,12 @@ class ShardBuffer:
             finite=True,
             taps=taps,
             final=final,
-            files={
-                name: FileRecord(
-                    bytes=(folder / name).stat().st_size, xxh3_128=file_checksum(folder / name)
-                )
-                for name in (shard.parquet, shard.states)
-            },
+            files={shard.parquet: index, shard.states: states},
         ).sealed()
-        write_json(folder / shard.record, record.model_dump())
+        write_json(folder / shard.record, record.model_dump(), owner, confirm)
         return record
 
-    def _write_index(self, path: Path) -> None:
+    def _write_index(self, path: Path) -> FileRecord:
         samples = self._samples
         columns = {
             "sample_id": [s.sample_id for s in samples],
@@ -149,7 +155,9 @@ class ShardBuffer:
             "input_ids": [np.asarray(s.input_ids, dtype=np.int32) for s in samples],
             "loss_mask": [np.asarray(s.loss_mask, dtype=bool) for s in samples],
         }
-        pq.write_table(pa.table(columns, schema=INDEX_SCHEMA), path, compression="zstd")
+        sink = io.BytesIO()
+        pq.write_table(pa.table(columns, schema=INDEX_SCHEMA), sink, compression="zstd")
+        return write_checked(path, [sink.getbuffer()])
 
 
 def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:

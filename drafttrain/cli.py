@@ -5,6 +5,7 @@ stderr and exit code 2. Heavy libraries are imported inside the verbs, so ``--he
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,13 +81,35 @@ def regenerate(recipe: Any) -> None:
     stages.regenerate(recipe)
 
 
+def _share(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> tuple[int, int] | None:
+    """Parse ``I/N``."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise click.BadParameter(f"'{text}' is not I/N with I from 0 to N-1, such as 0/4 or 3/4")
+    return int(match[1]), int(match[2])
+
+
 @cli.command()
+@click.option(
+    "--worker",
+    "share",
+    metavar="I/N",
+    callback=_share,
+    help="do shards I, I+N, I+2N, ... only, and wait for nobody  [any shard that is free]",
+)
 @with_recipe
-def extract(recipe: Any) -> None:
-    """Run the target over the sample tables and write store/{train,eval} (resumable)."""
+def extract(recipe: Any, share: tuple[int, int] | None) -> None:
+    """Run the target over the sample tables and write store/{train,eval} (resumable).
+
+    Any number of these may run at once, on any machines that share the output folder.
+    """
     from drafttrain import stages
 
-    stages.extract(recipe)
+    stages.extract(recipe, share)
 
 
 @cli.command()

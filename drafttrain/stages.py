@@ -14,9 +14,9 @@ from .run_lock import hold_run
 log = logging.getLogger(__name__)
 
 
-def keep_recipe(recipe: Recipe, folder: Path) -> None:
-    """Store the resolved recipe with an artifact."""
-    write_text(folder / "recipe.yaml", recipe.to_yaml())
+def keep_recipe(recipe: Recipe, folder: Path, owner: str = "") -> None:
+    """Store the resolved recipe with an artifact; ``owner`` tells apart those who write one."""
+    write_text(folder / "recipe.yaml", recipe.to_yaml(), owner)
 
 
 def prepare(recipe: Recipe) -> None:
@@ -58,9 +58,16 @@ def regenerate(recipe: Recipe) -> None:
     )
 
 
-def extract(recipe: Recipe) -> None:
-    """``drafttrain extract``: sample tables -> feature stores, target loaded once."""
+def extract(recipe: Recipe, share: tuple[int, int] | None = None) -> None:
+    """``drafttrain extract``: sample tables -> feature stores, target loaded once.
+
+    Args:
+        recipe: names the run.
+        share: this worker's number and how many there are, in a static split.
+    """
+    from drafttrain.extract.claims import new_owner
     from drafttrain.extract.target import load_target
+    from drafttrain.extract.worker import Share, extract_share
     from drafttrain.extract.worker import extract as extract_table
 
     for split in SPLITS:
@@ -71,8 +78,12 @@ def extract(recipe: Recipe) -> None:
     quiet_libraries()
     target = load_target(recipe.target)
     for split in SPLITS:
-        extract_table(target, recipe.extract, recipe.table(split), recipe.store(split))
-        keep_recipe(recipe, recipe.store(split))
+        what = (target, recipe.extract, recipe.table(split), recipe.store(split))
+        if share is None:
+            extract_table(*what)
+        else:
+            extract_share(*what, Share(*share))
+        keep_recipe(recipe, recipe.store(split), new_owner())
 
 
 def evaluate(recipe: Recipe, checkpoint: Path | None) -> bool:

@@ -34,3 +34,8 @@ class ExtractConfig(StrictModel):
     )
     shard_tokens: int = Field(default=65536, gt=0, le=1 << 28, description="tokens per shard")
     batch_tokens: int = Field(default=16384, gt=0, description="tokens per target forward")
+    claim_expiry_s: float = Field(
+        default=120,
+        gt=0,
+        description="a worker that gave no sign of life for so long loses its shards to others",
+    )

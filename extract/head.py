@@ -6,7 +6,7 @@ a probe that ``lm_head @ final hidden`` is the target's logits, and refuses a ta
 not. Stored as ``head.safetensors``; a tied head is stored once (then ``lm_head`` is absent).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from drafttrain.data.checked_write import write_tensors
 from drafttrain.data.errors import StoreError, TargetError
 from drafttrain.data.files import publish
 from drafttrain.data.store_format import REMEDY
@@ -57,13 +57,13 @@ class Head:
         lm_head = embedding if tied else self.lm_head.to(device, dtype)
         return Head(embedding, lm_head, self.norm.to(device, dtype))
 
-    def save(self, path: Path) -> None:
-        """Write ``head.safetensors`` atomically."""
+    def save(self, path: Path, owner: str = "", confirm: Callable[[], None] = lambda: None) -> None:
+        """Write ``head.safetensors`` atomically; see ``files.publish``."""
         tensors = {"embedding": self.embedding, "norm": self.norm}
         if self.lm_head is not self.embedding:
             tensors["lm_head"] = self.lm_head
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        publish(path, lambda tmp: save_file(tensors, tmp))
+        publish(path, lambda tmp: write_tensors(tmp, tensors), owner, confirm)
 
 
 def load_head(store: FeatureStore) -> Head:

@@ -4,11 +4,12 @@
 
 Torch, NumPy, Arrow, the checksum and the file system work outside Python's lock, so all of this
 runs while the target computes. Guarantee: a failure in any stage stops the stages before it and
-reaches the caller as it was raised; shards that were whole by then are sealed, no other is. Memory:
-three shards at most (one being filled, one waiting, one being written) and ``_WAITING_BYTES`` of
-states, or one sample more.
+reaches the caller as it was raised; shards that were whole by then are sealed, no other is; a shard
+that another worker has taken over is dropped. Memory: ``SHARDS`` shards at most (being filled,
+waiting, being written) and ``_WAITING_BYTES`` of states, or one sample more.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,12 @@ from drafttrain.data.samples import Sample
 from drafttrain.data.store_format import Shard, StoreMeta
 from drafttrain.data.store_writer import ShardBuffer
 
+from .claims import ClaimLost, Claims
+
+# Two would do; the third is begun while the last states of the one before are on their way.
+SHARDS = 3
 _WAITING_BYTES = 4 << 30
+_LOGGER = logging.getLogger(__name__)
 
 
 class _Filled(NamedTuple):
@@ -43,16 +49,20 @@ class ShardWriter:
     Args:
         meta: the store's settings.
         out_dir: its folder.
+        claims: holds every shard that is begun; released once it is sealed or dropped.
         sealed: called with each shard once it is sealed, in the writing thread.
     """
 
-    def __init__(self, meta: StoreMeta, out_dir: Path, sealed: Callable[[Shard], None]) -> None:
-        self._meta, self._out_dir, self._sealed = meta, out_dir, sealed
+    def __init__(
+        self, meta: StoreMeta, out_dir: Path, claims: Claims, sealed: Callable[[Shard], None]
+    ) -> None:
+        self._meta, self._out_dir, self._claims, self._sealed = meta, out_dir, claims, sealed
         self._open: dict[int, tuple[Shard, ShardBuffer, list[int]]] = {}
         self._features: Queue[_Filled | None] = Queue()
-        self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue(maxsize=1)
+        self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue()
         self._room = threading.Condition()
-        self._waiting = 0
+        self._waiting = 0  # bytes of states
+        self._begun = 0  # shards in memory
         self._failure: BaseException | None = None
         self._unwritable = False
         self._threads = [
@@ -80,12 +90,31 @@ class ShardWriter:
             raise self._failure
 
     def begin(self, shard: Shard, samples: Sequence[Sample]) -> None:
-        """Announce the next shard and its samples."""
-        self._open[shard.index] = (
-            shard,
-            ShardBuffer(self._meta, shard, samples),
-            [len(samples)],
-        )
+        """Announce the next shard and its samples; waits while ``SHARDS`` are in memory.
+
+        Raises:
+            BaseException: what a later stage failed with.
+        """
+        with self._room:
+            self._room.wait_for(lambda: self._begun < SHARDS or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            self._begun += 1
+        self._open[shard.index] = (shard, ShardBuffer(self._meta, shard, samples), [len(samples)])
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no shard is in memory; False if some still are after ``timeout_s``.
+
+        Raises:
+            BaseException: what a later stage failed with.
+        """
+        with self._room:
+            done = self._room.wait_for(
+                lambda: not self._begun or self._failure is not None, timeout_s
+            )
+            if self._failure is not None:
+                raise self._failure
+            return done
 
     def put(self, shard: int, position: int, taps: Encoded, final: Encoded | None) -> None:
         """Hand over one sample's states; waits while too many are on their way.
@@ -101,10 +130,13 @@ class ShardWriter:
         """
         item = _Filled(shard, position, taps, final)
         with self._room:
-            while self._waiting and self._waiting + item.bytes > _WAITING_BYTES:
-                if self._failure is not None:
-                    break
-                self._room.wait()
+            self._room.wait_for(
+                lambda: (
+                    self._failure is not None
+                    or not self._waiting
+                    or self._waiting + item.bytes <= _WAITING_BYTES
+                )
+            )
             if self._failure is not None:
                 raise self._failure
             self._waiting += item.bytes
@@ -113,26 +145,45 @@ class ShardWriter:
     def _fill(self) -> None:
         while (item := self._features.get()) is not None:
             if self._failure is None:
-                shard, buffer, left = self._open[item.shard]
-                buffer.add(item.position, item.taps, item.final)
-                left[0] -= 1
-                if not left[0]:
-                    del self._open[item.shard]
-                    self._shards.put((shard, buffer))
+                self._add(item)
             with self._room:
                 self._waiting -= item.bytes
-                self._room.notify()
+                self._room.notify_all()
         self._shards.put(None)
+
+    def _add(self, item: _Filled) -> None:
+        shard, buffer, left = self._open[item.shard]
+        buffer.add(item.position, item.taps, item.final)
+        left[0] -= 1
+        if not left[0]:
+            del self._open[item.shard]
+            self._shards.put((shard, buffer))
 
     def _seal(self) -> None:
         while (item := self._shards.get()) is not None:
             if not self._unwritable:
                 # Cleared only after success: a failure here ends all sealing.
                 self._unwritable = True
-                shard, buffer = item
-                buffer.seal(self._out_dir)
-                self._sealed(shard)
+                self._publish(*item)
                 self._unwritable = False
+            del item  # its memory is free before another shard may begin
+            with self._room:
+                self._begun -= 1
+                self._room.notify_all()
+
+    def _publish(self, shard: Shard, buffer: ShardBuffer) -> None:
+        claims = self._claims
+        try:
+            buffer.seal(self._out_dir, claims.owner, lambda: claims.confirm(shard.stem))
+        except (ClaimLost, FileNotFoundError):
+            # Who takes over or finishes a shard removes the temporary files of it.
+            if claims.holds(shard.stem):
+                raise
+            _LOGGER.warning("%s was taken over by another worker and is dropped here", shard.stem)
+            claims.release(shard.stem)
+        else:
+            claims.release(shard.stem)
+            self._sealed(shard)
 
     def _guarded(self, stage: Callable[[], None]) -> None:
         """Run a stage; after a failure it only empties its queue, so that no other one waits."""
@@ -148,4 +199,4 @@ class ShardWriter:
         with self._room:
             self._failure = self._failure or error
             self._waiting = 0
-            self._room.notify()
+            self._room.notify_all()

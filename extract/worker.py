@@ -1,53 +1,54 @@
 """Extraction: a sample table and a target -> a finished feature store, shard by shard.
 
-Rerunning the same command continues: what is done is read from the sealed records on disk each
-time, and only missing shards are computed. Guarantee: the finished store has the same bytes however
-often the work was interrupted; a store of other settings is refused, never overwritten; one process
-writes a store at a time. Cost: one target forward per token, one shard in memory.
+Any number of workers, on any number of machines that share the folder, run the same command; each
+takes shards nobody has (``claims``), or every Nth shard if told so. Rerunning the command
+continues: what is done is read from the sealed records on disk each time, and only missing shards
+are computed. Guarantee: the finished store has the same bytes whoever wrote it and however often
+the work was interrupted. Cost: one target forward per token, ``pipeline.SHARDS`` shards in memory.
 """
 
 import errno
 import logging
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from drafttrain.data.errors import StoreError
-from drafttrain.data.files import file_checksum, leftovers, try_lock
 from drafttrain.data.samples import SampleTable, read_table
-from drafttrain.data.store_format import (
-    HEAD_NAME,
-    META_NAME,
-    Shard,
-    StoreMeta,
-    changed_settings,
-    plan_shards,
-    read_meta,
-    write_meta,
-)
+from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.store_writer import is_sealed
 
+from .claims import Claim, Claims
 from .config import ExtractConfig
 from .engine import Engine
-from .head import capture_head
+from .opening import STORE_UNIT, check_samples, forecast, open_store
 from .pipeline import ShardWriter
-from .progress import extraction_progress, human_bytes
-from .settings import store_settings
+from .progress import ExtractionProgress
 from .taps import resolve_taps
 from .target import Target
 
-_LOCK_NAME = ".lock"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST_POLL_S = 1.0
 _LOGGER = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """Shards ``worker``, ``worker + workers``, … of a static split."""
+
+    worker: int
+    workers: int
 
 
 def extract(target: Target, config: ExtractConfig, table_path: Path, out_dir: Path) -> FeatureStore:
     """Extract a sample table into a feature store, or finish one that was begun.
+
+    Other workers may do the same at the same time; each waits until all shards are sealed.
 
     Args:
         target: the frozen target.
@@ -59,163 +60,146 @@ def extract(target: Target, config: ExtractConfig, table_path: Path, out_dir: Pa
         The finished store.
 
     Raises:
-        StoreError: table and target do not fit, the folder holds another store, another process is
-            writing it, the disk is too small, or the target gave unusable states. Sealed shards
-            stay as they are.
+        StoreError: table and target do not fit, the folder holds another store, the disk is too
+            small, or the target gave unusable states. Sealed shards stay as they are.
         TargetError: the taps do not fit, or the head does not reproduce the target's logits.
         DataError: the table is missing or damaged.
     """
     table = read_table(table_path)
-    resolve_taps(config.taps, target.num_layers)
-    _check_samples(table, target, table_path)
-    shards = plan_shards(table.lengths, config.shard_tokens)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with _only_writer(out_dir):
-        _remove_leftovers(out_dir)
-        meta = _prepare(target, config, table, out_dir)
-        todo = [shard for shard in shards if not is_sealed(out_dir, shard, meta)]
-        _forecast(meta, todo, len(shards), out_dir)
-        _run(target, config, table, meta, todo, out_dir)
+    _Worker(target, config, table, table_path, out_dir).run(Share(0, 1))
     return FeatureStore(out_dir, table.table_hash)
 
 
-def _check_samples(table: SampleTable, target: Target, table_path: Path) -> None:
-    """Everything about the table that would fail after hours of work."""
-    made_with = table.manifest.get("tokenizer_hash")
-    if made_with != target.tokenizer_hash:
-        raise StoreError(
-            f"{table_path} was made with tokenizer {made_with}, target {target.name} has"
-            f" {target.tokenizer_hash}: prepare the samples with this target's tokenizer"
-        )
-    if len(table) == 0:
-        raise StoreError(f"{table_path} has no samples: nothing to extract; see its manifest")
-    for sample in table:
-        length = len(sample.input_ids)
-        if not 0 < length <= target.max_positions:
-            raise StoreError(
-                f"{table_path}: sample {sample.sample_id} has {length} tokens, target"
-                f" {target.name} takes 1 to {target.max_positions}; lower data.max_length"
-            )
-        outside = (sample.input_ids < 0) | (sample.input_ids >= target.vocab_rows)
-        if outside.any():
-            place = int(np.flatnonzero(outside)[0])
-            raise StoreError(
-                f"{table_path}: sample {sample.sample_id} has token id"
-                f" {sample.input_ids[place]} at position {place}, target {target.name} has"
-                f" embedding rows 0 to {target.vocab_rows - 1}; prepare the samples for this target"
-            )
+def extract_share(
+    target: Target, config: ExtractConfig, table_path: Path, out_dir: Path, share: Share
+) -> int:
+    """Extract one share of a store and wait for nobody else; arguments and errors as ``extract``.
+
+    Returns:
+        How many shards of the whole store were not sealed at the end.
+    """
+    table = read_table(table_path)
+    return _Worker(target, config, table, table_path, out_dir).run(share)
 
 
-@contextmanager
-def _only_writer(out_dir: Path) -> Iterator[None]:
-    """Hold the store's lock; the system drops it when the process ends, however it ends."""
-    with (out_dir / _LOCK_NAME).open("w") as file:
-        if not try_lock(file):
-            raise StoreError(
-                f"{out_dir}: another process is extracting into this store; wait for it or stop it"
-            )
-        yield
+class _Worker:
+    """One worker's part in one store."""
 
+    def __init__(
+        self,
+        target: Target,
+        config: ExtractConfig,
+        table: SampleTable,
+        table_path: Path,
+        out_dir: Path,
+    ) -> None:
+        resolve_taps(config.taps, target.num_layers)
+        check_samples(table, target, table_path)
+        self._target, self._config, self._table, self._out_dir = target, config, table, out_dir
+        self._shards = plan_shards(table.lengths, config.shard_tokens)
+        self._pending: dict[int, Shard] = {}
+        """Of this share, not known to be sealed; the writing thread removes from it too."""
+        self._done: list[Shard] = []
+        self._poll_s = min(_LONGEST_POLL_S, config.claim_expiry_s / 10)
+        self._progress = ExtractionProgress(out_dir.name)
 
-def _remove_leftovers(out_dir: Path) -> None:
-    for path in leftovers(out_dir):
-        _LOGGER.info("removing %s, left by an interrupted run", path)
-        path.unlink()
+    def run(self, share: Share) -> int:
+        """Do the share; return how many shards of the store are left to other workers."""
+        out_dir, config = self._out_dir, self._config
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with self._disk_full_explained(), Claims(out_dir, config.claim_expiry_s) as claims:
+            meta = open_store(self._target, config, self._table, claims, out_dir, self._wait)
+            todo = [shard for shard in self._shards if not is_sealed(out_dir, shard, meta)]
+            claims.sweep(self._finished(todo))
+            forecast(meta, todo, len(self._shards), out_dir)
+            self._pending = {s.index: s for s in todo if s.index % share.workers == share.worker}
+            self._extract(meta, claims)
+            left = [shard for shard in todo if not is_sealed(out_dir, shard, meta)]
+            claims.sweep(self._finished(left))
+        if left:
+            _LOGGER.info("%s: %d shards are left to other workers", out_dir, len(left))
+        return len(left)
 
+    def _finished(self, unsealed: list[Shard]) -> set[str]:
+        """Units of work that nobody has to do any more."""
+        return {STORE_UNIT, *(shard.stem for shard in self._shards)} - {s.stem for s in unsealed}
 
-def _prepare(target: Target, config: ExtractConfig, table: SampleTable, out_dir: Path) -> StoreMeta:
-    """Make head and ``store.json``, or check that those here are of the same settings."""
-    begun = read_meta(out_dir) if (out_dir / META_NAME).exists() else None
-    head_path = out_dir / HEAD_NAME
-    if begun is None or not head_path.exists():
-        capture_head(target).save(head_path)
-    meta = store_settings(target, config, table, file_checksum(head_path))
-    if begun is None:
-        write_meta(out_dir, meta)
-        return meta
-    changed = changed_settings(begun, meta)
-    if changed:
-        raise StoreError(
-            f"{out_dir} holds a store of other settings ({'; '.join(changed)}); nothing was"
-            " changed: give another output folder, restore the settings, or move the old store away"
-        )
-    return begun
-
-
-def _forecast(meta: StoreMeta, todo: list[Shard], planned: int, out_dir: Path) -> None:
-    """Say how much will be written, and refuse what does not fit."""
-    tokens = sum(shard.tokens for shard in todo)
-    needed = int(tokens * meta.bytes_per_token())
-    free = shutil.disk_usage(out_dir).free
-    _LOGGER.info(
-        "%s: %d of %d shards done; %s tokens to extract need %s (%s a token), %s are free",
-        out_dir,
-        planned - len(todo),
-        planned,
-        f"{tokens:,}",
-        human_bytes(needed),
-        human_bytes(meta.bytes_per_token()),
-        human_bytes(free),
-    )
-    if needed > free:
-        raise StoreError(
-            f"{out_dir}: {human_bytes(needed)} needed for {tokens:,} tokens, {human_bytes(free)}"
-            " free: free space, choose another folder, or extract fewer taps or samples"
-        )
-
-
-def _run(
-    target: Target,
-    config: ExtractConfig,
-    table: SampleTable,
-    meta: StoreMeta,
-    todo: list[Shard],
-    out_dir: Path,
-) -> None:
-    tokens = sum(shard.tokens for shard in todo)
-    done: list[Shard] = []
-
-    def report(shard: Shard) -> None:
-        done.append(shard)
-        _LOGGER.info("%s sealed, %d of %d to go", shard.stem, len(todo) - len(done), len(todo))
-
-    with (
-        extraction_progress() as progress,
-        Engine(target, meta.taps, meta.codec, meta.final_hidden) as engine,
-    ):
-        task = progress.add_task(f"extract {out_dir.name}", total=tokens)
-        started = time.monotonic()
+    @contextmanager
+    def _disk_full_explained(self) -> Iterator[None]:
         try:
-            with ShardWriter(meta, out_dir, report) as writer:
-                groups = _begun(todo, table, out_dir, writer)
-                for group, number, taps, final in engine.features(groups, config.batch_tokens):
-                    writer.put(todo[group].index, number, taps, final)
-                    progress.advance(task, len(taps))
+            yield
         except OSError as exc:
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if exc.errno not in _NO_SPACE:
                 raise
-            _remove_leftovers(out_dir)
             raise StoreError(
-                f"{out_dir}: the disk is full; the {len(done)} shards sealed in this run are kept:"
-                " free space and rerun the same command"
+                f"{self._out_dir}: the disk is full or a limit is reached ({exc.strerror}); the"
+                f" {len(self._done)} shards sealed in this run are kept: free space and rerun the"
+                " same command"
             ) from exc
-    seconds = time.monotonic() - started
-    _LOGGER.info(
-        "%s: %d shards, %s tokens in %.0f s (%.0f tokens/s)",
-        out_dir,
-        len(todo),
-        f"{tokens:,}",
-        seconds,
-        tokens / seconds if tokens else 0,
-    )
 
+    def _extract(self, meta: StoreMeta, claims: Claims) -> None:
+        """Take shards while there are any, then wait for those of other workers."""
+        engine = Engine(self._target, meta.taps, meta.codec, meta.final_hidden)
+        writer = ShardWriter(meta, self._out_dir, claims, self._sealed)
+        with self._progress as progress, engine:
+            progress.expect(sum(shard.tokens for shard in self._pending.values()))
+            started = time.monotonic()
+            with writer:
+                while self._pending:
+                    taken: list[Shard] = []
+                    groups = self._take(meta, claims, writer, taken)
+                    for group, number, taps, final in engine.features(
+                        groups, self._config.batch_tokens
+                    ):
+                        writer.put(taken[group].index, number, taps, final)
+                        progress.advance(len(taps))
+                    if not taken and writer.drain(self._poll_s) and self._pending:
+                        self._wait(self._holders(claims))
+        tokens, seconds = sum(s.tokens for s in self._done), time.monotonic() - started
+        _LOGGER.info(
+            "%s: %d shards, %s tokens in %.0f s (%.0f tokens/s)",
+            self._out_dir,
+            len(self._done),
+            f"{tokens:,}",
+            seconds,
+            tokens / seconds if tokens else 0,
+        )
 
-def _begun(
-    todo: list[Shard], table: SampleTable, out_dir: Path, writer: ShardWriter
-) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """Token ids of every shard to do, each announced to the writer when it is asked for."""
-    for shard in todo:
-        (out_dir / shard.record).unlink(missing_ok=True)  # of a shard whose files were cut short
-        samples = [table[i] for i in range(shard.first, shard.stop)]
-        writer.begin(shard, samples)
-        yield [sample.input_ids for sample in samples]
+    def _take(
+        self, meta: StoreMeta, claims: Claims, writer: ShardWriter, taken: list[Shard]
+    ) -> Iterator[list[npt.NDArray[np.int32]]]:
+        """Token ids of every shard that is free, claimed and announced when it is asked for."""
+        for shard in list(self._pending.values()):
+            if is_sealed(self._out_dir, shard, meta):
+                self._seen_sealed(shard)
+            elif claims.take(shard.stem):
+                # Between the look at the record and the claim another worker may have sealed it.
+                if is_sealed(self._out_dir, shard, meta):
+                    claims.release(shard.stem)
+                    self._seen_sealed(shard)
+                    continue
+                # Of a shard whose files were cut short.
+                (self._out_dir / shard.record).unlink(missing_ok=True)
+                samples = [self._table[i] for i in range(shard.first, shard.stop)]
+                writer.begin(shard, samples)
+                taken.append(shard)
+                yield [sample.input_ids for sample in samples]
+
+    def _seen_sealed(self, shard: Shard) -> None:
+        """Cross off what another worker has done."""
+        if self._pending.pop(shard.index, None) is not None:
+            self._progress.expect(-shard.tokens)
+
+    def _sealed(self, shard: Shard) -> None:
+        self._done.append(shard)
+        self._pending.pop(shard.index, None)
+        _LOGGER.info("%s sealed, %d to go", shard.stem, len(self._pending))
+
+    def _holders(self, claims: Claims) -> dict[str, Claim]:
+        """Who works on what this worker waits for."""
+        found = {s.stem: claims.holder(s.stem) for s in list(self._pending.values())}
+        return {unit: claim for unit, claim in found.items() if claim is not None}
+
+    def _wait(self, holders: dict[str, Claim]) -> None:
+        self._progress.waiting({unit: claim.who for unit, claim in holders.items()})
+        time.sleep(self._poll_s)

@@ -85,7 +85,9 @@ def layouts(target: Target, tokens: int) -> None:
         far = [distance(found[i], alone[i]) for i in alone]
         moved = sum(not torch.equal(found[i], other[i]) for i in found if i)
         share = 0.0 if name == "rows" else 1 - real / padded
-        table.add_row(name, f"{real / seconds:,.0f}", f"{share:.1%}", f"{max(far):.4f}", str(moved))
+        row = (name, f"{real / seconds:,.0f}", f"{share:.1%}", f"{max(far):.4f}", str(moved))
+        _console.print(row)
+        table.add_row(*row)
     _console.print(
         f"{target.num_layers} layers, {len(samples)} samples, {real:,} tokens, longest"
         f" {max(lengths):,}"
@@ -119,6 +121,7 @@ def speed(target: Target, tokens: int, folder: Path) -> None:
         written = with_writing(target, samples, folder)
         peak = torch.cuda.max_memory_allocated() / 1e9
         mfu = [f"{rate * _FLOP_PER_TOKEN / _PEAK_FLOPS:.1%}" for rate in (bare, written)]
+        _console.print(f"{name}: {bare:,.0f} tokens/s, {written:,.0f} with writing")
         table.add_row(name, f"{bare:,.0f}", mfu[0], f"{written:,.0f}", mfu[1],
                       f"{1 - written / bare:.1%}", f"{peak:.1f}")  # fmt: skip
     _console.print(table)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from drafttrain.data.chat import tokenizer_hash
 from drafttrain.data.samples import make_sample, write_table
+from drafttrain.extract import worker
 from drafttrain.extract.config import ExtractConfig
 from drafttrain.extract.engine import Engine
 from drafttrain.extract.target import Target, build_target
@@ -98,17 +100,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of every sample that goes through the target from now on."""
+def count_forwards(monkeypatch: pytest.MonkeyPatch, module: ModuleType = worker) -> list[int]:
+    """Tokens of every sample that a module's engines run through the target from now on."""
     seen: list[int] = []
-    real = Engine.features
 
-    def counted(engine, groups, batch_tokens):
-        for features in real(engine, groups, batch_tokens):
-            seen.append(len(features.taps))
-            yield features
+    class Counting(Engine):
+        def features(self, groups, batch_tokens):
+            for features in super().features(groups, batch_tokens):
+                seen.append(len(features.taps))
+                yield features
 
-    monkeypatch.setattr(Engine, "features", counted)
+    monkeypatch.setattr(module, "Engine", Counting)
     return seen
 
 

@@ -176,8 +176,8 @@ def test_a_target_that_gives_bad_states_again_is_said(store, undisturbed, target
     flip(store / "shard-00001.safetensors")
     real = ShardBuffer.seal
 
-    def seal_badly(self, folder):
-        record = real(self, folder)
+    def seal_badly(self, folder, *ownership):
+        record = real(self, folder, *ownership)
         flip(folder / f"shard-{record.index:05d}.safetensors")
         return record
 

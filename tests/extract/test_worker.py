@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from drafttrain.data import files
+from drafttrain.data import files, store_writer
 from drafttrain.data.errors import StoreError
 from drafttrain.data.samples import read_table
 from drafttrain.data.store_check import verify_store
@@ -132,6 +132,7 @@ def test_dying_at_any_file_operation_loses_nothing_and_changes_no_byte(
         with monkeypatch.context() as patch:
             patch.setattr(files, "fsync_path", dying(files.fsync_path))
             patch.setattr(os, "replace", dying(os.replace))
+            patch.setattr(os, "link", dying(os.link))
             patch.setattr(worker, "is_sealed", dying(worker.is_sealed))
             extract(target, config, table, folder)
 
@@ -182,7 +183,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path, target, table):
 
 def test_the_forecast_is_the_size_that_is_written(tmp_path, target, table, caplog):
     """(fault kind 34)"""
-    with caplog.at_level(logging.INFO, logger="drafttrain.extract.worker"):
+    with caplog.at_level(logging.INFO, logger="drafttrain.extract"):
         store = extract(target, CONFIG, table, tmp_path / "store")
     assert "182 tokens to extract need 94.1 KB (517 B a token)" in caplog.text
     assert "182 tokens in" in caplog.text
@@ -194,21 +195,19 @@ def test_running_out_of_space_keeps_whole_shards_and_resumes(tmp_path, target, t
     """(fault kind 34)"""
     out, whole = tmp_path / "store", tmp_path / "whole"
     extract(target, CONFIG, table, whole)
-    from drafttrain.data import store_writer
+    real = store_writer.write_tensors
 
-    real = store_writer.save_file
-
-    def no_space(tensors, path):
+    def no_space(path, tensors):
         if "shard-00003" in str(path):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
+        return real(path, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_writer, "save_file", no_space)
+        patch.setattr(store_writer, "write_tensors", no_space)
         with pytest.raises(StoreError, match=r"disk is full.*3 shards sealed.*rerun"):
             extract(target, CONFIG, table, out)
     assert len(list(out.glob("shard-*.json"))) == 3
-    assert not list(out.glob("*.tmp"))
+    assert not list(out.glob("*.tmp")) and not list(out.glob("*.claim"))
     extract(target, CONFIG, table, out)
     assert contents(out) == contents(whole)

@@ -1,6 +1,6 @@
 """Extraction refuses what it must not do, and keeps what is finished."""
 
-import fcntl
+import shutil
 from collections import namedtuple
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from drafttrain.data.errors import StoreError, TargetError
 from drafttrain.data.samples import read_table
 from drafttrain.data.store_check import verify_store
-from drafttrain.extract import worker
 from drafttrain.extract.engine import Engine
 from drafttrain.extract.worker import extract
 
@@ -47,20 +46,10 @@ def test_a_store_of_another_target_or_table_is_refused_and_kept(tmp_path, target
     assert contents(out) == before
 
 
-def test_two_processes_do_not_write_one_store(tmp_path, target, table):
-    out = tmp_path / "store"
-    extract(target, CONFIG, table, out)
-    with (out / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(StoreError, match=r"another process"):
-            extract(target, CONFIG, table, out)
-    extract(target, CONFIG, table, out)
-
-
 def test_a_full_disk_is_refused_before_the_first_forward(tmp_path, target, table, monkeypatch):
     """(fault kind 34)"""
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(worker.shutil, "disk_usage", lambda _: usage(100, 90, 10_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 90, 10_000))
     seen = count_forwards(monkeypatch)
     with pytest.raises(StoreError, match=r"94\.1 KB needed for 182 tokens, 10\.0 KB free"):
         extract(target, CONFIG, table, tmp_path / "store")

@@ -1,0 +1,253 @@
+"""Which worker writes which shard: claim files in the store's folder, without a server.
+
+    shard-00007.claim   "<owner> <host>", modified every quarter of the expiry while its owner lives
+
+An owner is one worker of one process: machine, process id, start time, random part. A claim appears
+whole (hard link of a written file, exclusive) and is taken from an owner that is dead (a process of
+this machine that has ended) or silent (not renewed for longer than the expiry, by the file server's
+clock). Taking renames it, so one of many takers wins; a claim renewed in between is put back.
+
+Guarantee: a claim names one owner at any time, and a worker publishes only what it still holds. A
+stalled worker that wakes up finds its claim gone and drops the shard. Needs links and renames that
+are atomic, as local file systems and NFS have; no locks. Cost: a few metadata operations a shard.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+_OWNER = r"\w+-\d+-\d+-\w+"
+_CLAIM = re.compile(rf"({_OWNER}) (\S+)\n")
+_OWNED = re.compile(rf"\.({_OWNER})\.tmp$")
+_UNKNOWN_MACHINE = "unknown"
+_LOGGER = logging.getLogger(__name__)
+
+
+class ClaimLost(Exception):
+    """Another worker has taken over what this one was writing."""
+
+
+class Claim(NamedTuple):
+    """What a claim file says."""
+
+    owner: str
+    host: str
+    renewed: float
+    """In seconds of the file server's clock."""
+
+    @property
+    def who(self) -> str:
+        return f"process {self.owner.split('-')[1]} on {self.host}"
+
+
+@functools.cache
+def _machine() -> str:
+    """Names the processes that this one can see: host, boot and process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        seen = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return _UNKNOWN_MACHINE
+    return hashlib.sha256(seen.encode()).hexdigest()[:12]
+
+
+def _started(pid: int) -> int | None:
+    """When a process of this machine began, in clock ticks; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def new_owner() -> str:
+    """A name that no other worker on any machine has, and that says whether it can still live."""
+    pid = os.getpid()
+    return f"{_machine()}-{pid}-{_started(pid) or 0}-{secrets.token_hex(4)}"
+
+
+def has_ended(owner: str) -> bool:
+    """Whether an owner is known to be dead: a process of this machine that is no more."""
+    machine, pid, started, _ = owner.split("-")
+    if machine == _UNKNOWN_MACHINE or machine != _machine():
+        return False
+    return _started(int(pid)) != int(started)
+
+
+def read_claim(path: Path) -> Claim | None:
+    """Read a claim file; None if there is none."""
+    try:
+        # Opening makes a network file system ask its server for the time of renewal.
+        with path.open(encoding="utf-8") as file:
+            renewed = os.fstat(file.fileno()).st_mtime
+            match = _CLAIM.fullmatch(file.read())
+    except OSError:
+        return None
+    if match is None:  # cut short by a power failure: only its age tells
+        return Claim(f"{_UNKNOWN_MACHINE}-0-0-0", "an unknown host", renewed)
+    return Claim(match.group(1), match.group(2), renewed)
+
+
+class Claims:
+    """The claims of one worker; use as a context manager, which renews and finally releases them.
+
+    Args:
+        folder: the store. A unit of work ``x`` is finished when ``x.json`` is there.
+        expiry_s: a claim older than this is free to take.
+    """
+
+    def __init__(self, folder: Path, expiry_s: float) -> None:
+        self.owner = new_owner()
+        self._folder, self._expiry_s = folder, expiry_s
+        self._held: set[str] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, daemon=True)
+
+    def __enter__(self) -> "Claims":
+        self._renewing.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._renewing.join()
+        for unit in list(self._held):
+            self.release(unit)
+        for path in self._folder.glob(f"*.{self.owner}.tmp"):
+            path.unlink(missing_ok=True)
+
+    def take(self, unit: str) -> bool:
+        """Claim a unit of work; False if a living worker (or this one) has it."""
+        if unit in self._held:
+            return False
+        while not self._create(unit):
+            found = self.holder(unit)
+            if found is not None and not (self._is_dead(found) and self._remove(unit, found)):
+                return False
+        with self._lock:
+            self._held.add(unit)
+        return True
+
+    def holder(self, unit: str) -> Claim | None:
+        """Who has claimed a unit."""
+        return read_claim(self._path(unit))
+
+    def holds(self, unit: str) -> bool:
+        """Whether a unit that this worker took is still its own."""
+        found = self.holder(unit)
+        if found is not None:
+            return found.owner == self.owner
+        # Removed by a taker that will put it back, or after another worker finished the unit.
+        return not (self._folder / f"{unit}.json").exists() and self._create(unit)
+
+    def confirm(self, unit: str) -> None:
+        """Raise ClaimLost unless the unit is still this worker's."""
+        if not self.holds(unit):
+            raise ClaimLost(unit)
+
+    def release(self, unit: str) -> None:
+        """Give a unit back, finished or not; nothing happens if another worker has it by now."""
+        with self._lock:
+            self._held.discard(unit)
+            found = self.holder(unit)
+            if found is not None and found.owner == self.owner:
+                self._path(unit).unlink(missing_ok=True)
+
+    def sweep(self, finished: Collection[str]) -> None:
+        """Remove what dead workers left: temporary files, and claims of finished units.
+
+        Args:
+            finished: units that are whole; nobody needs their claims or temporary files.
+        """
+        claims = {path.stem: read_claim(path) for path in self._folder.glob("*.claim")}
+        for unit in claims.keys() & set(finished):
+            self._path(unit).unlink(missing_ok=True)
+        living = {claim.owner for claim in claims.values() if claim and not self._is_dead(claim)}
+        # Nothing of ours begins with .tmp or has no owner; libraries and older versions wrote such.
+        for path in {*self._folder.glob("*.tmp"), *self._folder.glob(".tmp*")}:
+            match = _OWNED.search(path.name)
+            if match is not None and path.name.split(".")[0] not in finished:
+                owner = match.group(1)
+                try:
+                    written = Claim(owner, "", path.stat().st_mtime)
+                except FileNotFoundError:
+                    continue
+                if owner in (self.owner, *living) or not self._is_dead(written):
+                    continue
+            _LOGGER.info("removing %s, left by an interrupted run", path)
+            path.unlink(missing_ok=True)
+
+    def _path(self, unit: str) -> Path:
+        return self._folder / f"{unit}.claim"
+
+    def _aside(self, unit: str) -> Path:
+        """A new name; two threads of a worker may need one at the same time."""
+        return self._folder / f"{unit}.{secrets.token_hex(4)}.{self.owner}.tmp"
+
+    def _create(self, unit: str) -> bool:
+        aside = self._aside(unit)
+        try:
+            aside.write_text(f"{self.owner} {socket.gethostname()}\n", encoding="utf-8")
+            os.link(aside, self._path(unit))
+        except FileExistsError:
+            # An answer of the server that got lost makes the repeated request fail.
+            found = self.holder(unit)
+            return found is not None and found.owner == self.owner
+        finally:
+            aside.unlink(missing_ok=True)
+        return True
+
+    def _is_dead(self, claim: Claim) -> bool:
+        return has_ended(claim.owner) or self._now() - claim.renewed > self._expiry_s
+
+    def _now(self) -> float:
+        """The file server's clock, with which times of renewal can be compared."""
+        probe = self._aside("clock")
+        try:
+            with probe.open("x") as file:
+                return os.fstat(file.fileno()).st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _remove(self, unit: str, dead: Claim) -> bool:
+        """Take a dead worker's claim away; False if it was renewed or replaced meanwhile."""
+        aside = self._aside(unit)
+        try:
+            os.rename(self._path(unit), aside)
+        except FileNotFoundError:
+            return True  # another worker was faster; its claim may be there already
+        found = read_claim(aside)
+        if found != dead:
+            with suppress(FileExistsError):
+                os.link(aside, self._path(unit))
+            aside.unlink()
+            return False
+        aside.unlink()
+        for path in self._folder.glob(f"{unit}.*.{dead.owner}.tmp"):
+            path.unlink(missing_ok=True)
+        why = "which has ended" if has_ended(dead.owner) else "which is silent"
+        _LOGGER.warning("taking %s over from %s, %s", unit, dead.who, why)
+        return True
+
+    def _renew(self) -> None:
+        while not self._closing.wait(self._expiry_s / 4):
+            for unit in list(self._held):
+                # An outage of the file server must not end the renewing.
+                with self._lock, suppress(OSError):
+                    if unit in self._held and self.holds(unit):
+                        os.utime(self._path(unit))
