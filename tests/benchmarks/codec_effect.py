@@ -6,8 +6,8 @@ Extracts the sample tables of a recipe (made by ``drafttrain data prepare``) onc
 ``<output>/codecs/<codec>``, or uses what an earlier call finished there. Prints, on the evaluation
 store, the relative error of every tap and the bytes per token; with ``--drafter`` replay tau of
 that one drafter on either store; with ``--train N`` trains a drafter from every store for each of N
-seeds with ``drafttrain train`` and replays each on its own store. Changes come with the paired 95 %
-interval over prompts; seeds show how much two trainings differ for no reason. Cost: one target
+seeds with ``drafttrain train``, which replays each on its own store. Changes come with the paired
+95 % interval over prompts; seeds show how much two trainings differ for no reason. Cost: one target
 forward per token and codec, then N trainings of the recipe per codec.
 """
 
@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.acceptance.evaluate import evaluate_replay
-from drafttrain.acceptance.report import Section
+from drafttrain.acceptance.report import Section, read_report, report_path, report_steps
 from drafttrain.acceptance.stats import paired_interval
 from drafttrain.acceptance.summary import replay_section
 from drafttrain.acceptance.tree import AUTOREGRESSIVE
-from drafttrain.checkpoint import DRAFTER, find_complete
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.export import load_drafter
 from drafttrain.extract.head import load_head
@@ -105,15 +104,15 @@ def compare(title: str, sections: dict[str, list[Section]], recipe: Recipe) -> T
     return table
 
 
-def train(recipe: Path, output: Path, seed: int, overrides: list[str]) -> Path:
-    """Train a drafter from the stores of ``output``, or find the one trained earlier."""
+def train(recipe: Path, output: Path, seed: int, overrides: list[str]) -> Section:
+    """Train a drafter from the stores of ``output`` (or find it trained) and read its replay."""
     folder = output / f"seed-{seed}"
     for name in ("samples", "store"):
         link(name, output, folder)
     drafttrain("train", recipe, [*overrides, f"output={folder}", f"seed={seed}"])
-    newest = find_complete(folder / "checkpoints", resumable=False)
-    assert newest is not None
-    return newest / DRAFTER
+    replayed = read_report(report_path(folder / "reports", max(report_steps(folder / "reports"))))
+    assert replayed.replay is not None, "the evaluation samples have no greedy response"
+    return replayed.replay
 
 
 def main() -> int:
@@ -146,8 +145,7 @@ def main() -> int:
     if arguments.train:
         trained: dict[str, list[Section]] = {codec: [] for codec in outputs}
         for seed, (codec, output) in product(range(arguments.train), outputs.items()):
-            folder = train(arguments.recipe, output, seed, settings[codec])
-            trained[codec].append(replay(folder, stores[codec], recipe))
+            trained[codec].append(train(arguments.recipe, output, seed, settings[codec]))
         console.print(compare("replay tau of drafters trained on each store", trained, recipe))
     return 0
 
