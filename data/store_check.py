@@ -18,6 +18,7 @@ from .errors import StoreError
 from .progress import make_progress
 from .store_format import (
     REMEDY,
+    REPAIR,
     Shard,
     ShardRecord,
     StoreMeta,
@@ -137,11 +138,10 @@ def check_shard(folder: Path, meta: StoreMeta, index: int) -> ShardRecord:
     shard = Shard(index, 0, 0, 0)
     record = read_checked_record(folder, shard, meta)
     lengths = np.array(record.lengths, dtype=np.int64)
-    remedy = f"delete {folder / shard.record} and {REMEDY}"
     if (len(lengths), int(lengths.sum())) != (record.num_samples, record.num_tokens):
         raise StoreError(
             f"{folder / shard.record}: {record.num_samples} samples and {record.num_tokens} tokens"
-            f" are not those of its lengths; {remedy}"
+            f" are not those of its lengths; {REPAIR}"
         )
     files = ShardFiles(
         folder, meta, Shard(index, 0, len(lengths), record.num_tokens), record.files, lengths
@@ -153,7 +153,7 @@ def check_shard(folder: Path, meta: StoreMeta, index: int) -> ShardRecord:
     problem = problem or find_bad_norm(meta, norms, samples.offsets, names)
     problem = problem or find_other_statistics(record, statistics(meta, norms))
     if problem is not None:
-        raise StoreError(f"{folder / shard.states}: {problem}; {remedy}")
+        raise StoreError(f"{folder / shard.states}: {problem}; {REPAIR}")
     return record
 
 
@@ -174,10 +174,7 @@ def _compare_shards(check: StoreCheck) -> None:
     """Find shards that do not belong with the others, and a plan that does not add up."""
     for index, what in find_odd_shards(check.whole.values()).items():
         shard = Shard(index, 0, 0, 0)
-        check.bad[index] = (
-            f"{check.folder / shard.states}: {what}; delete {check.folder / shard.record} and"
-            f" {REMEDY}"
-        )
+        check.bad[index] = f"{check.folder / shard.states}: {what}; {REPAIR}"
         del check.whole[index]
     if check.head is None and len(check.whole) == check.meta.num_shards:
         try:

@@ -29,7 +29,8 @@ from .files import content_hash, read_json, write_json
 FORMAT_VERSION = 2
 META_NAME = "store.json"
 HEAD_NAME = "head.safetensors"
-REMEDY = "rerun the same `drafttrain extract` command"
+REMEDY = "rerun the same `drafttrain extract` command"  # what is not there yet
+REPAIR = "run `drafttrain store repair` with its recipe"  # what is damaged
 
 # What the numbers mean; a store that says anything else is not read.
 CONVENTIONS = {
@@ -221,7 +222,7 @@ def read_meta(folder: Path) -> StoreMeta:
             f"{folder} is not a feature store (no such folder): run `drafttrain extract`"
         )
     path = folder / META_NAME
-    remedy = "move this folder away and run `drafttrain extract` again"
+    remedy = f"{REPAIR}, or move this folder away and run `drafttrain extract` again"
     value = read_json(path, StoreError, remedy)
     version = value.get("format_version")
     if version != FORMAT_VERSION:
@@ -272,21 +273,20 @@ def read_record(folder: Path, shard_name: str, meta: StoreMeta) -> ShardRecord:
         StoreError: the record is missing, malformed, altered, not finite, or of another store.
     """
     path = folder / shard_name
-    remedy = f"delete it and {REMEDY}"
-    value = read_json(path, StoreError, remedy)
-    record = _parse(ShardRecord, value, path, remedy)
+    value = read_json(path, StoreError, REPAIR)
+    record = _parse(ShardRecord, value, path, REPAIR)
     if not record.finite:
-        raise StoreError(f"{path}: the shard is not marked finite; {remedy}")
+        raise StoreError(f"{path}: the shard is not marked finite; {REPAIR}")
     if record.table_hash != meta.table_hash:
         raise StoreError(
             f"{path}: made from sample table {record.table_hash}, the store from"
-            f" {meta.table_hash}; {remedy}"
+            f" {meta.table_hash}; {REPAIR}"
         )
     if record.store != meta.identity():
         raise StoreError(
             f"{path}: belongs to a store with other settings ({record.store}, not"
-            f" {meta.identity()}); {remedy}"
+            f" {meta.identity()}); {REPAIR}"
         )
     if record.sealed().seal != record.seal:
-        raise StoreError(f"{path}: its content does not match its seal; {remedy}")
+        raise StoreError(f"{path}: its content does not match its seal; {REPAIR}")
     return record

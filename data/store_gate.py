@@ -99,7 +99,8 @@ def find_bad_state(
     names = columns(meta)
     odd = ~torch.isfinite(norms) | (norms == 0)
     if odd.any():
-        token, column = (int(i) for i in odd.nonzero()[0])
+        # The lowest tap first: what goes wrong in one layer spreads to the later ones.
+        column, token = (int(i) for i in odd.T.nonzero()[0])
         values = _row(meta, tensors, token, column)
         where = f"in {names[column]} at token {token}"
         if values.isnan().any():
@@ -153,7 +154,7 @@ def find_bad_norm(
     outside = _outside(norms, medians, ROW_FACTOR)
     if not outside.any():
         return None
-    row, column = (int(i) for i in outside.nonzero()[0])
+    column, row = (int(i) for i in outside.T.nonzero()[0])
     sample = int(np.searchsorted(offsets, row, side="right")) - 1
     return (
         f"sample {sample_ids[sample]}: absurd norm {norms[row, column]:.3g} in {names[column]} at"

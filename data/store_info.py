@@ -50,7 +50,7 @@ class StoreSummary:
         missing: shards that are not sealed.
         bad: one line for each shard whose record or sizes are wrong.
         head: whether ``head.safetensors`` is there.
-        bytes: size of all files of sealed shards and the head.
+        bytes: size of the files of sealed shards.
         groups: sealed samples by source and mode, largest first.
         lengths: int64 ``[sealed samples]``, tokens of each.
     """
@@ -92,7 +92,6 @@ def summarise_store(folder: Path) -> StoreSummary:
         else:
             records[index] = record
             tables.append(table)
-    head = folder / HEAD_NAME
     stored = sum(file.bytes for record in records.values() for file in record.files.values())
     return StoreSummary(
         folder=folder,
@@ -100,8 +99,8 @@ def summarise_store(folder: Path) -> StoreSummary:
         records=records,
         missing=missing,
         bad=bad,
-        head=head.is_file(),
-        bytes=stored + (head.stat().st_size if head.is_file() else 0),
+        head=(folder / HEAD_NAME).is_file(),
+        bytes=stored,
         groups=_groups(tables),
         lengths=np.array([n for r in records.values() for n in r.lengths], dtype=np.int64),
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .codec import CODECS, Encoded
 from .errors import StoreError
-from .store_format import REMEDY, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
+from .store_format import REPAIR, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
 from .store_shard import ShardFiles, ShardIndex, checked_head, read_records
 
 # Bounds on what stays open; samples in use keep their own map alive.
@@ -191,5 +191,5 @@ class FeatureStore:
                 raise StoreError(
                     f"{self.path / shard.record}: {record.num_samples} samples and"
                     f" {record.num_tokens} tokens do not follow the shard plan"
-                    f" ({shard.stop - shard.first}, {shard.tokens}); delete it and {REMEDY}"
+                    f" ({shard.stop - shard.first}, {shard.tokens}); {REPAIR}"
                 )

@@ -21,6 +21,7 @@ from .store_format import (
     HEAD_NAME,
     INDEX_SCHEMA,
     REMEDY,
+    REPAIR,
     FileRecord,
     Shard,
     ShardRecord,
@@ -73,7 +74,6 @@ class ShardFiles:
         self._shard = shard
         self._files = files
         self._lengths = lengths
-        self._remedy = f"delete {shard.record} in the same folder and {REMEDY}"
         self._verified: set[str] = set()
 
     def _verify(self, name: str) -> Path:
@@ -84,7 +84,7 @@ class ShardFiles:
             if found != wanted:
                 raise StoreError(
                     f"{path}: its bytes have changed since it was written (checksum {found},"
-                    f" recorded {wanted}); {self._remedy}"
+                    f" recorded {wanted}); {REPAIR}"
                 )
             self._verified.add(name)
         return path
@@ -100,11 +100,10 @@ class ShardFiles:
         try:
             table = pq.read_table(path, memory_map=False)
         except (pa.ArrowInvalid, OSError) as exc:
-            raise StoreError(f"{path}: not readable ({exc}); {self._remedy}") from None
+            raise StoreError(f"{path}: not readable ({exc}); {REPAIR}") from None
         if not table.schema.equals(INDEX_SCHEMA):
             raise StoreError(
-                f"{path}: columns {table.schema.names} instead of {INDEX_SCHEMA.names};"
-                f" {self._remedy}"
+                f"{path}: columns {table.schema.names} instead of {INDEX_SCHEMA.names}; {REPAIR}"
             )
         ids, mask = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
         lengths = [table["length"], ids.value_lengths(), mask.value_lengths()]
@@ -113,7 +112,7 @@ class ShardFiles:
         )
         if not agree or not np.array_equal(table["offset"].to_numpy(), offsets[:-1]):
             raise StoreError(
-                f"{path}: its rows, lengths or offsets are not the recorded ones; {self._remedy}"
+                f"{path}: its rows, lengths or offsets are not the recorded ones; {REPAIR}"
             )
         return ShardIndex(
             names=table.select(["sample_id", "source", "mode", "greedy"]).to_pylist(),
@@ -129,7 +128,7 @@ class ShardFiles:
             StoreError: its bytes, names, dtypes or shapes are not the recorded ones.
         """
         path = self._verify(self._shard.states)
-        tensors = map_tensors(path, self._remedy)
+        tensors = map_tensors(path, REPAIR)
         found = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         wanted = {
             name: (dtype, (self._shard.tokens, *shape))
@@ -138,7 +137,7 @@ class ShardFiles:
         if found != wanted:
             raise StoreError(
                 f"{path}: holds {found}, the record and store.json say {wanted} (one row per"
-                f" token); {self._remedy}"
+                f" token); {REPAIR}"
             )
         return tensors
 
@@ -151,12 +150,12 @@ def checked_head(folder: Path, meta: StoreMeta) -> Path:
     """
     path = folder / HEAD_NAME
     if not path.is_file():
-        raise StoreError(f"{path}: is missing; {REMEDY}")
+        raise StoreError(f"{path}: is missing; {REPAIR}")
     found = file_checksum(path)
     if found != meta.head_checksum:
         raise StoreError(
             f"{path}: its bytes have changed since it was written (checksum {found}, recorded"
-            f" {meta.head_checksum}); delete it and {REMEDY}"
+            f" {meta.head_checksum}); {REPAIR}"
         )
     return path
 
@@ -199,16 +198,16 @@ def read_checked_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRec
     if record.index != shard.index or set(record.files) != {shard.parquet, shard.states}:
         raise StoreError(
             f"{folder / shard.record}: describes shard {record.index} with files"
-            f" {sorted(record.files)}; delete it and {REMEDY}"
+            f" {sorted(record.files)}; {REPAIR}"
         )
     for name, file in record.files.items():
         path = folder / name
         if not path.is_file():
-            raise StoreError(f"{path}: is missing, though {shard.record} is there; {REMEDY}")
+            raise StoreError(f"{path}: is missing, though {shard.record} is there; {REPAIR}")
         size = path.stat().st_size
         if size != file.bytes:
             raise StoreError(
                 f"{path}: has {size} bytes, its record says {file.bytes}: truncated or"
-                f" appended to; {REMEDY}"
+                f" appended to; {REPAIR}"
             )
     return record

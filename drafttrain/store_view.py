@@ -45,7 +45,7 @@ def _settings(summary: StoreSummary) -> Table:
         "tokens": f"{tokens:,} of {meta.num_tokens:,}",
         "bytes": f"{human_bytes(summary.bytes)} of about"
         f" {human_bytes(meta.num_tokens * meta.bytes_per_token())}"
-        f" ({human_bytes(meta.bytes_per_token())} a token)",
+        f" ({human_bytes(meta.bytes_per_token())} a token), without the head",
         "sample table": meta.table_hash,
     }
     if summary.missing:

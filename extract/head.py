@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drafttrain.data.checked_write import write_tensors
 from drafttrain.data.errors import StoreError, TargetError
 from drafttrain.data.files import publish
-from drafttrain.data.store_format import REMEDY
+from drafttrain.data.store_format import REPAIR
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.tensor_map import map_tensors
 
@@ -73,14 +73,13 @@ def load_head(store: FeatureStore) -> Head:
         StoreError: the file has changed or does not fit ``store.json``.
     """
     path = store.checked_head()
-    tensors = map_tensors(path, f"delete it and {REMEDY}")
+    tensors = map_tensors(path, REPAIR)
     rows, width = store.meta.vocab_size, store.meta.hidden_size
     tied = {"embedding": (rows, width), "norm": (width,)}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found not in (tied, {**tied, "lm_head": (rows, width)}):
         raise StoreError(
-            f"{path}: holds {found}, store.json says vocabulary {rows} and width {width}; delete it"
-            f" and {REMEDY}"
+            f"{path}: holds {found}, store.json says vocabulary {rows} and width {width}; {REPAIR}"
         )
     embedding = tensors["embedding"]
     return Head(embedding, tensors.get("lm_head", embedding), tensors["norm"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafttrain.data.errors import StoreError
 from drafttrain.data.progress import tracked
-from drafttrain.data.store_format import REMEDY, Shard, StoreMeta, plan_shards
+from drafttrain.data.store_format import REPAIR, Shard, StoreMeta, plan_shards
 from drafttrain.data.store_gate import columns
 from drafttrain.data.store_reader import FeatureStore
 
@@ -118,7 +118,8 @@ def _compare(
             f"{store.path / files.states}: sample {stored.sample_id}, token {tokens[row]}:"
             f" {list(check.cosine)[column]} has cosine {cosine[row, column]:.4f} and relative error"
             f" {error[row, column]:.2g} against a new forward (allowed: {COSINE} and"
-            f" {check.tolerance:g}); delete {store.path / files.record} and {REMEDY}"
+            f" {check.tolerance:g});"
+            f" {REPAIR} and --tokens"
         )
 
 

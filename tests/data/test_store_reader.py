@@ -145,7 +145,7 @@ def test_a_damaged_shard_is_named_before_its_states_are_used(tmp_path, damage, s
     else:
         data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StoreError, match=f"{path.name}.*rerun the same"):
+    with pytest.raises(StoreError, match=f"{path.name}.*store repair"):
         FeatureStore(tmp_path).sample(1)
 
 

@@ -21,10 +21,8 @@ def test_a_summary_counts_what_is_there(made):
     summary = summarise_store(made.folder)
     assert summary.lengths.tolist() == LENGTHS
     assert not summary.missing and not summary.bad and summary.head
-    on_disk = sum(path.stat().st_size for path in made.folder.glob("*.safetensors"))
-    assert summary.bytes == on_disk + sum(
-        path.stat().st_size for path in made.folder.glob("*.parquet")
-    )
+    shards = [*made.folder.glob("shard-*.safetensors"), *made.folder.glob("shard-*.parquet")]
+    assert summary.bytes == sum(path.stat().st_size for path in shards)
     groups = {(g.source, g.mode): (g.samples, g.greedy, g.tokens) for g in summary.groups}
     assert groups == {
         ("set0", "no_think"): (4, 2, sum(LENGTHS[0::2])),

@@ -152,6 +152,6 @@ def test_a_damaged_record_is_not_overwritten_on_a_guess(tmp_path, target, table)
     extract(target, CONFIG, table, out)
     (out / "shard-00002.json").write_text("{")
     before = contents(out)
-    with pytest.raises(StoreError, match=r"shard-00002\.json is not valid JSON.*delete it"):
+    with pytest.raises(StoreError, match=r"shard-00002\.json is not valid JSON.*store repair"):
         extract(target, CONFIG, table, out)
     assert contents(out) == before
