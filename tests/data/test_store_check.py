@@ -1,9 +1,12 @@
 """Verification names every bad shard, one line each, and sees what checksums cannot."""
 
+import errno
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain.data import store_shard
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_check import check_store, name_shards, verify_store
 
@@ -92,6 +95,20 @@ def test_a_shard_of_another_scale_is_seen_among_the_others(tmp_path):
     check = check_store(tmp_path)
     assert list(check.bad) == [2] and 2 not in check.whole
     assert "tap 3 has norm" in check.bad[2] and "the other shards" in check.bad[2]
+
+
+def test_a_shard_on_a_bad_disk_is_one_line_too(tmp_path, monkeypatch):
+    made = make_store(tmp_path)
+    real = store_shard.file_checksum
+
+    def read(path):
+        if path.name == made.shards[1].states:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(store_shard, "file_checksum", read)
+    check = check_store(tmp_path)
+    assert list(check.bad) == [1] and "Input/output error" in check.bad[1]
 
 
 def test_trusted_shards_are_not_read_again(tmp_path):

@@ -143,6 +143,23 @@ def test_a_merge_killed_anywhere_continues(tmp_path, whole, monkeypatch, links):
     assert moment == 3 + 3 * 6  # settings, head, recipe; three files a shard
 
 
+def test_a_shard_that_is_replaced_is_unsealed_first(tmp_path, whole, monkeypatch):
+    """Its old record must not seal another worker's files, should the merge end here."""
+    out = part(whole, "out", list(range(6)))
+    (out / whole.shards[0].states).unlink()
+
+    def stop(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            merge_stores(out, [whole.folder])
+    assert not (out / whole.shards[0].record).exists()
+    assert merge_stores(out, [whole.folder]).taken == [0]
+    assert bytes_of(out) == bytes_of(whole.folder)
+
+
 def test_a_full_disk_keeps_what_is_there(tmp_path, whole, monkeypatch):
     """(fault kind 34)"""
     real, calls = store_merge.shutil.copyfile, []
