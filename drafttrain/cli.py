@@ -178,7 +178,13 @@ def info(folder: Path) -> None:
 
 @store.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-r", "--recipe", "path", type=click.Path(path_type=Path), help="for --tokens")
+@click.option(
+    "-r",
+    "--recipe",
+    "path",
+    type=click.Path(path_type=Path),
+    help="whose target computes states again",
+)
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
