@@ -20,8 +20,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -160,6 +160,19 @@ class Claims:
         if not self.holds(unit):
             raise ClaimLost(unit)
 
+    @contextmanager
+    def writing(self, unit: str) -> Iterator[None]:
+        """Write the files of a unit: one that is missing as its taker removed it is a lost claim.
+
+        Raises:
+            ClaimLost: the unit is another worker's by now.
+        """
+        try:
+            yield
+        except FileNotFoundError as exc:
+            self.confirm(unit)
+            raise exc
+
     def release(self, unit: str) -> None:
         """Give a unit back, finished or not; nothing happens if another worker has it by now."""
         with self._lock:
@@ -172,7 +185,7 @@ class Claims:
         """Remove what dead workers left: temporary files, and claims of finished units.
 
         Args:
-            finished: units that are whole; nobody needs their claims or temporary files.
+            finished: units that are whole, so that nobody needs claims on them.
         """
         claims = {path.stem: read_claim(path) for path in self._folder.glob("*.claim")}
         for unit in claims.keys() & set(finished):
@@ -181,16 +194,18 @@ class Claims:
         # Nothing of ours begins with .tmp or has no owner; libraries and older versions wrote such.
         for path in {*self._folder.glob("*.tmp"), *self._folder.glob(".tmp*")}:
             match = _OWNED.search(path.name)
-            if match is not None and path.name.split(".")[0] not in finished:
-                owner = match.group(1)
-                try:
-                    written = Claim(owner, "", path.stat().st_mtime)
-                except FileNotFoundError:
-                    continue
-                if owner in (self.owner, *living) or not self._is_dead(written):
-                    continue
+            if match is not None and not self._is_left(path, match.group(1), living):
+                continue
             _LOGGER.info("removing %s, left by an interrupted run", path)
             path.unlink(missing_ok=True)
+
+    def _is_left(self, path: Path, owner: str, living: set[str]) -> bool:
+        if owner == self.owner or owner in living:
+            return False
+        try:
+            return self._is_dead(Claim(owner, "", path.stat().st_mtime))
+        except FileNotFoundError:
+            return False
 
     def _path(self, unit: str) -> Path:
         return self._folder / f"{unit}.claim"
@@ -200,17 +215,22 @@ class Claims:
         return self._folder / f"{unit}.{secrets.token_hex(4)}.{self.owner}.tmp"
 
     def _create(self, unit: str) -> bool:
-        aside = self._aside(unit)
-        try:
-            aside.write_text(f"{self.owner} {socket.gethostname()}\n", encoding="utf-8")
-            os.link(aside, self._path(unit))
-        except FileExistsError:
-            # An answer of the server that got lost makes the repeated request fail.
-            found = self.holder(unit)
-            return found is not None and found.owner == self.owner
-        finally:
-            aside.unlink(missing_ok=True)
-        return True
+        while True:
+            aside = self._aside(unit)
+            try:
+                aside.write_text(f"{self.owner} {socket.gethostname()}\n", encoding="utf-8")
+                os.link(aside, self._path(unit))
+                return True
+            except FileExistsError:
+                # An answer of the server that got lost makes the repeated request fail.
+                found = self.holder(unit)
+                return found is not None and found.owner == self.owner
+            except FileNotFoundError:
+                # Swept away by another worker while this one stood still; or no folder at all.
+                if not self._folder.is_dir():
+                    raise
+            finally:
+                aside.unlink(missing_ok=True)
 
     def _is_dead(self, claim: Claim) -> bool:
         return has_ended(claim.owner) or self._now() - claim.renewed > self._expiry_s
@@ -233,11 +253,11 @@ class Claims:
             return True  # another worker was faster; its claim may be there already
         found = read_claim(aside)
         if found != dead:
-            with suppress(FileExistsError):
+            with suppress(FileExistsError, FileNotFoundError):
                 os.link(aside, self._path(unit))
-            aside.unlink()
+            aside.unlink(missing_ok=True)
             return False
-        aside.unlink()
+        aside.unlink(missing_ok=True)
         for path in self._folder.glob(f"{unit}.*.{dead.owner}.tmp"):
             path.unlink(missing_ok=True)
         why = "which has ended" if has_ended(dead.owner) else "which is silent"

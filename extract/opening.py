@@ -93,7 +93,8 @@ def open_store(
         made = meta_path.exists() and head_path.exists()
         if made or claims.take(STORE_UNIT):
             try:
-                return _make_or_compare(target, config, table, claims, out_dir)
+                with claims.writing(STORE_UNIT):
+                    return _make_or_compare(target, config, table, claims, out_dir)
             except ClaimLost:
                 _LOGGER.warning("%s was written by another worker meanwhile", meta_path)
             finally:

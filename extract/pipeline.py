@@ -172,17 +172,15 @@ class ShardWriter:
                 self._room.notify_all()
 
     def _publish(self, shard: Shard, buffer: ShardBuffer) -> None:
-        claims = self._claims
+        claims, unit = self._claims, shard.stem
         try:
-            buffer.seal(self._out_dir, claims.owner, lambda: claims.confirm(shard.stem))
-        except (ClaimLost, FileNotFoundError):
-            # Who takes over or finishes a shard removes the temporary files of it.
-            if claims.holds(shard.stem):
-                raise
-            _LOGGER.warning("%s was taken over by another worker and is dropped here", shard.stem)
-            claims.release(shard.stem)
+            with claims.writing(unit):
+                buffer.seal(self._out_dir, claims.owner, lambda: claims.confirm(unit))
+        except ClaimLost:
+            _LOGGER.warning("%s was taken over by another worker and is dropped here", unit)
+            claims.release(unit)
         else:
-            claims.release(shard.stem)
+            claims.release(unit)
             self._sealed(shard)
 
     def _guarded(self, stage: Callable[[], None]) -> None:
