@@ -128,8 +128,7 @@ class Claims:
         self._renewing.join()
         for unit in list(self._held):
             self.release(unit)
-        for path in self._folder.glob(f"*.{self.owner}.tmp"):
-            path.unlink(missing_ok=True)
+        self._remove_written("*", self.owner)
 
     def take(self, unit: str) -> bool:
         """Claim a unit of work; False if a living worker (or this one) has it."""
@@ -180,6 +179,11 @@ class Claims:
             found = self.holder(unit)
             if found is not None and found.owner == self.owner:
                 self._path(unit).unlink(missing_ok=True)
+
+    def drop(self, unit: str) -> None:
+        """Give up a unit that was lost, with what was written of it."""
+        self.release(unit)
+        self._remove_written(unit, self.owner)
 
     def sweep(self, finished: Collection[str]) -> None:
         """Remove what dead workers left: temporary files, and claims of finished units.
@@ -258,11 +262,14 @@ class Claims:
             aside.unlink(missing_ok=True)
             return False
         aside.unlink(missing_ok=True)
-        for path in self._folder.glob(f"{unit}.*.{dead.owner}.tmp"):
-            path.unlink(missing_ok=True)
+        self._remove_written(unit, dead.owner)
         why = "which has ended" if has_ended(dead.owner) else "which is silent"
         _LOGGER.warning("taking %s over from %s, %s", unit, dead.who, why)
         return True
+
+    def _remove_written(self, unit: str, owner: str) -> None:
+        for path in self._folder.glob(f"{unit}.*{owner}.tmp"):
+            path.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._closing.wait(self._expiry_s / 4):

@@ -178,7 +178,7 @@ class ShardWriter:
                 buffer.seal(self._out_dir, claims.owner, lambda: claims.confirm(unit))
         except ClaimLost:
             _LOGGER.warning("%s was taken over by another worker and is dropped here", unit)
-            claims.release(unit)
+            claims.drop(unit)
         else:
             claims.release(unit)
             self._sealed(shard)

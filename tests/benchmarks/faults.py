@@ -19,7 +19,7 @@ from pathlib import Path
 
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_reader import FeatureStore
-from drafttrain.extract.claims import new_owner
+from drafttrain.extract.claims import new_owner, read_claim
 
 from ..extract.factory import contents, make_table, save_target
 from ..extract.kill_server import REFUSED
@@ -156,7 +156,8 @@ class Soak:
         wait_for_files(out, 1, "*.claim")
         self.pause()
         _signal(first, signal.SIGSTOP)
-        hit = any(f"-{first}-" in _text(path) for path in out.glob("*.claim"))
+        claims = [read_claim(path) for path in out.glob("*.claim")]
+        hit = any(claim is not None and f"-{first}-" in claim.owner for claim in claims)
         second = self.server.start(out, expiry_s=_EXPIRY_S)
         time.sleep(_EXPIRY_S + self.rng.uniform(0, 2 * self.seconds))
         _signal(first, signal.SIGCONT)
@@ -287,13 +288,6 @@ KINDS: dict[str, tuple[Callable[[Soak], None], bool]] = {
 def _signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
 
 
 def _fill(path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from rich.console import Console
 
-from ..benchmarks import faults
 from ..benchmarks import soak as soak_module
 
 
 def test_ten_random_faults_leave_the_undisturbed_store(tmp_path, capsys):
     """(fault kinds 33, 34, 37)"""
-    assert len(faults.KINDS) == 10
+    assert len(soak_module.KINDS) == 10
     assert soak_module.soak(10, 5, tmp_path, Console(width=110), mount=False)
     assert "10 faults in" in capsys.readouterr().out
 
@@ -24,10 +23,8 @@ def test_the_soak_sees_what_is_left_or_changed(tmp_path, capsys, monkeypatch):
         (run.finished() / "shard-00002.claim").write_text("left")
         run.compare(run.out)
 
-    monkeypatch.setattr(
-        faults, "KINDS", {"spoiled": (spoiled, False), "littered": (littered, False)}
-    )
-    monkeypatch.setattr(soak_module, "KINDS", faults.KINDS)
+    kinds = {"spoiled": (spoiled, False), "littered": (littered, False)}
+    monkeypatch.setattr(soak_module, "KINDS", kinds)
     assert not soak_module.soak(2, 0, tmp_path, Console(width=110), mount=False)
     shown = capsys.readouterr().out
     assert "differs in shard-00002.parquet" in shown and "differs in shard-00002.claim" in shown
