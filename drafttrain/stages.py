@@ -65,7 +65,7 @@ def extract(recipe: Recipe, share: tuple[int, int] | None = None) -> None:
         recipe: names the run.
         share: this worker's number and how many there are, in a static split.
     """
-    from drafttrain.extract.claims import new_owner
+    from drafttrain.extract.owners import new_owner
     from drafttrain.extract.target import load_target
     from drafttrain.extract.worker import Share, extract_share
     from drafttrain.extract.worker import extract as extract_table

@@ -2,18 +2,16 @@
 
     shard-00007.claim   "<owner> <host>", modified every quarter of the expiry while its owner lives
 
-An owner is one worker of one process: machine, process id, start time, random part. A claim appears
-whole (hard link of a written file, exclusive) and is taken from an owner that is dead (a process of
-this machine that has ended) or silent (not renewed for longer than the expiry, by the file server's
-clock). Taking renames it, so one of many takers wins; a claim renewed in between is put back.
+A claim appears whole (hard link of a written file, exclusive) and is taken from an owner that is
+dead (a process of this machine that has ended) or silent (not renewed for longer than the expiry,
+by the file server's clock). Who takes it claims the taking first, so that of many takers none
+removes the claim of the one that won, and renames it; a claim renewed in between is put back.
 
 Guarantee: a claim names one owner at any time, and a worker publishes only what it still holds. A
 stalled worker that wakes up finds its claim gone and drops the shard. Needs links and renames that
 are atomic, as local file systems and NFS have; no locks. Cost: a few metadata operations a shard.
 """
 
-import functools
-import hashlib
 import logging
 import os
 import re
@@ -26,10 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-_OWNER = r"\w+-\d+-\d+-\w+"
-_CLAIM = re.compile(rf"({_OWNER}) (\S+)\n")
-_OWNED = re.compile(rf"\.({_OWNER})\.tmp$")
-_UNKNOWN_MACHINE = "unknown"
+from .owners import NOBODY, OWNER, has_ended, new_owner
+
+_CLAIM = re.compile(rf"({OWNER}) (\S+)\n")
+_OWNED = re.compile(rf"\.({OWNER})\.tmp$")
+_TAKING = ".taking"  # the claim on taking a claim away
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -50,40 +49,6 @@ class Claim(NamedTuple):
         return f"process {self.owner.split('-')[1]} on {self.host}"
 
 
-@functools.cache
-def _machine() -> str:
-    """Names the processes that this one can see: host, boot and process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        seen = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return _UNKNOWN_MACHINE
-    return hashlib.sha256(seen.encode()).hexdigest()[:12]
-
-
-def _started(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks; None if it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else int(fields[18])
-
-
-def new_owner() -> str:
-    """A name that no other worker on any machine has, and that says whether it can still live."""
-    pid = os.getpid()
-    return f"{_machine()}-{pid}-{_started(pid) or 0}-{secrets.token_hex(4)}"
-
-
-def has_ended(owner: str) -> bool:
-    """Whether an owner is known to be dead: a process of this machine that is no more."""
-    machine, pid, started, _ = owner.split("-")
-    if machine == _UNKNOWN_MACHINE or machine != _machine():
-        return False
-    return _started(int(pid)) != int(started)
-
-
 def read_claim(path: Path) -> Claim | None:
     """Read a claim file; None if there is none."""
     try:
@@ -94,7 +59,7 @@ def read_claim(path: Path) -> Claim | None:
     except OSError:
         return None
     if match is None:  # cut short by a power failure: only its age tells
-        return Claim(f"{_UNKNOWN_MACHINE}-0-0-0", "an unknown host", renewed)
+        return Claim(NOBODY, "an unknown host", renewed)
     return Claim(match.group(1), match.group(2), renewed)
 
 
@@ -136,7 +101,7 @@ class Claims:
             return False
         while not self._create(unit):
             found = self.holder(unit)
-            if found is not None and not (self._is_dead(found) and self._remove(unit, found)):
+            if found is not None and not (self._is_dead(found) and self._take_away(unit)):
                 return False
         with self._lock:
             self._held.add(unit)
@@ -176,9 +141,7 @@ class Claims:
         """Give a unit back, finished or not; nothing happens if another worker has it by now."""
         with self._lock:
             self._held.discard(unit)
-            found = self.holder(unit)
-            if found is not None and found.owner == self.owner:
-                self._path(unit).unlink(missing_ok=True)
+            self._remove_own(unit)
 
     def drop(self, unit: str) -> None:
         """Give up a unit that was lost, with what was written of it."""
@@ -192,8 +155,9 @@ class Claims:
             finished: units that are whole, so that nobody needs claims on them.
         """
         claims = {path.stem: read_claim(path) for path in self._folder.glob("*.claim")}
-        for unit in claims.keys() & set(finished):
-            self._path(unit).unlink(missing_ok=True)
+        for unit in claims:
+            if unit.removesuffix(_TAKING) in finished:
+                self._path(unit).unlink(missing_ok=True)
         living = {claim.owner for claim in claims.values() if claim and not self._is_dead(claim)}
         # Nothing of ours begins with .tmp or has no owner; libraries and older versions wrote such.
         for path in {*self._folder.glob("*.tmp"), *self._folder.glob(".tmp*")}:
@@ -248,24 +212,45 @@ class Claims:
         finally:
             probe.unlink(missing_ok=True)
 
+    def _take_away(self, unit: str) -> bool:
+        """Remove a dead worker's claim; False if another worker does, or it has come to life."""
+        taking = unit + _TAKING
+        if not self._create(taking):
+            found = self.holder(taking)
+            if found is not None and self._is_dead(found):
+                self._remove(taking, found)
+            return False
+        try:
+            dead = self.holder(unit)
+            if dead is None:
+                return True
+            if not self._is_dead(dead) or not self._remove(unit, dead):
+                return False
+            why = "which has ended" if has_ended(dead.owner) else "which is silent"
+            _LOGGER.warning("taking %s over from %s, %s", unit, dead.who, why)
+            self._remove_written(unit, dead.owner)
+            return True
+        finally:
+            self._remove_own(taking)
+
     def _remove(self, unit: str, dead: Claim) -> bool:
-        """Take a dead worker's claim away; False if it was renewed or replaced meanwhile."""
+        """Remove a claim; False if it was renewed or replaced meanwhile."""
         aside = self._aside(unit)
         try:
             os.rename(self._path(unit), aside)
         except FileNotFoundError:
-            return True  # another worker was faster; its claim may be there already
+            return True
         found = read_claim(aside)
         if found != dead:
             with suppress(FileExistsError, FileNotFoundError):
                 os.link(aside, self._path(unit))
-            aside.unlink(missing_ok=True)
-            return False
         aside.unlink(missing_ok=True)
-        self._remove_written(unit, dead.owner)
-        why = "which has ended" if has_ended(dead.owner) else "which is silent"
-        _LOGGER.warning("taking %s over from %s, %s", unit, dead.who, why)
-        return True
+        return found == dead
+
+    def _remove_own(self, unit: str) -> None:
+        found = self.holder(unit)
+        if found is not None and found.owner == self.owner:
+            self._path(unit).unlink(missing_ok=True)
 
     def _remove_written(self, unit: str, owner: str) -> None:
         for path in self._folder.glob(f"{unit}.*{owner}.tmp"):

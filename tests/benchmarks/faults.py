@@ -19,7 +19,8 @@ from pathlib import Path
 
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_reader import FeatureStore
-from drafttrain.extract.claims import new_owner, read_claim
+from drafttrain.extract.claims import read_claim
+from drafttrain.extract.owners import new_owner
 
 from ..extract.factory import contents, make_table, save_target
 from ..extract.kill_server import REFUSED
