@@ -14,6 +14,7 @@ import torch
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_format import plan_shards
 from drafttrain.data.store_reader import FeatureStore
+from drafttrain.extract import opening
 from drafttrain.extract.claims import Claims
 from drafttrain.extract.engine import Engine
 from drafttrain.extract.worker import Share, extract, extract_share
@@ -194,6 +195,27 @@ def test_workers_that_begin_together_make_one_store_or_refuse(tmp_path, table):
     stored.verify()
     assert len(errors) == taps.count([0, 2, 3] if stored.meta.taps == [0, 2, 4] else [0, 2, 4])
     assert all("holds a store of other settings" in error for error in errors)
+
+
+def test_who_stood_still_while_making_a_store_compares_with_the_one_made(
+    tmp_path, target, table, monkeypatch
+):
+    """Its settings are other ones: they must not get over those of finished shards."""
+    out, other = tmp_path / "store", CONFIG.model_copy(update={"taps": [1]})
+    real = opening.capture_head
+
+    def stalled(target):
+        monkeypatch.undo()
+        os.utime(out / "store.claim", (0, 0))
+        extract(target, other, table, out)
+        return real(target)
+
+    monkeypatch.setattr(opening, "capture_head", stalled)
+    with pytest.raises(StoreError, match=r"other settings \(taps \[1\] there, \[0, 2, 4\] now\)"):
+        extract(target, CONFIG, table, out)
+    assert FeatureStore(out).meta.taps == [1]
+    FeatureStore(out).verify()
+    assert not list(out.glob("*.tmp")) and not list(out.glob("*.claim"))
 
 
 def test_many_samples_make_few_files_and_few_of_them_are_opened(tmp_path, target):
