@@ -167,9 +167,13 @@ def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
         StoreError: there is a record, but it is damaged or of another store (nothing finished is
             overwritten on a guess).
     """
-    if not (folder / shard.record).exists():
-        return False
-    record = read_record(folder, shard.record, meta)
+    try:
+        record = read_record(folder, shard.record, meta)
+    except StoreError:
+        # Looked at afterwards: another worker may take it away to do the shard again.
+        if not (folder / shard.record).exists():
+            return False
+        raise
     return all(
         (folder / name).is_file() and (folder / name).stat().st_size == file.bytes
         for name, file in record.files.items()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafttrain.data import store_writer
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_format import Shard, plan_shards
 from drafttrain.data.store_writer import ShardBuffer, is_sealed
@@ -177,3 +178,20 @@ def test_a_shard_whose_file_was_cut_is_not_sealed(tmp_path):
     assert not is_sealed(tmp_path, shard, made.meta)
     (tmp_path / made.shards[2].record).unlink()
     assert not is_sealed(tmp_path, made.shards[2], made.meta)
+
+
+def test_a_record_that_another_worker_takes_away_is_no_damage(tmp_path, monkeypatch):
+    """It does the shard again; a damaged record stays an error."""
+    made = make_store(tmp_path)
+    shard, real = made.shards[0], store_writer.read_record
+
+    def late(folder, name, meta):
+        (folder / name).unlink()
+        return real(folder, name, meta)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writer, "read_record", late)
+        assert not is_sealed(tmp_path, shard, made.meta)
+    (tmp_path / shard.record).write_text("{")
+    with pytest.raises(StoreError, match="not valid JSON"):
+        is_sealed(tmp_path, shard, made.meta)
