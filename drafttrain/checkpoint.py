@@ -27,6 +27,7 @@ from drafttrain.data.files import fsync_path, read_json, write_json
 from .drafter.config import DrafterConfig
 from .export import save_drafter
 from .recipe import Recipe
+from .train_config import TrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,17 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
 
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         return {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+
+
+def state_bytes(parameters: int, train: TrainConfig) -> int:
+    """Forecast of ``deepspeed/``: fp32 masters, two fp32 moments and, beside masters, weights.
+
+    Args:
+        parameters: of the drafter.
+        train: stage 0 has no masters beside its fp32 weights, stage 3 no weights beside masters.
+    """
+    weights = 2 if train.precision == "bf16" else 4
+    return parameters * (12 if train.zero_stage in (0, 3) else 12 + weights)
 
 
 def find_complete(root: Path, *, resumable: bool) -> Path | None:

@@ -58,6 +58,41 @@ def check(recipe: Any) -> None:
     click.echo(recipe.to_yaml(), nl=False)
 
 
+def _size(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """Parse a size such as ``2TB``."""
+    from drafttrain.data.sizes import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from None
+
+
+_RATE = click.FloatRange(min=0, min_open=True)
+
+
+@cli.command()
+@click.option(
+    "--probe",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="measure extraction and training on this machine, for so long each",
+)
+@click.option("--extract-rate", type=_RATE, help="tokens/s of one GPU in extraction")
+@click.option("--train-rate", type=_RATE, help="tokens/s of one GPU in training")
+@click.option("--replay-rate", type=_RATE, help="tokens/s of one GPU in replay")
+@click.option("--live-rate", type=_RATE, help="tokens/s of live decoding")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--space", metavar="SIZE", callback=_size, help="the run may take so much, as 2TB")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="also write the plan there")
+@with_recipe
+def plan(recipe: Any, **options: Any) -> None:
+    """Say what a run costs, per stage, and refuse what does not fit the disk (exit code 2)."""
+    from drafttrain import stages
+
+    stages.plan(recipe, _given_recipe(), **options)
+
+
 @cli.group()
 def data() -> None:
     """Conversations to sample tables."""

@@ -19,12 +19,24 @@ from .losses.weights import resolve_gamma
 from .recipe import Recipe
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
+RATE_FILE = "train_rate.json"  # in the output folder, of a run that only measures
 
 
 def launch_training(
-    recipe: Recipe, path: Path, overrides: tuple[str, ...], ranks: int | None
+    recipe: Recipe,
+    path: Path,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    measure_s: float | None = None,
 ) -> int:
     """Check, launch, wait; returns the launcher's exit code.
+
+    Args:
+        recipe: of the run.
+        path: the recipe's file, for the training processes.
+        overrides: as given with it.
+        ranks: processes on this machine; None is one per GPU.
+        measure_s: time steps for so long and write ``RATE_FILE`` instead of training.
 
     Raises:
         DraftTrainError: before any process starts, when the recipe does not fit its stores.
@@ -55,6 +67,7 @@ def launch_training(
         str(TRAIN_SCRIPT),
         "--recipe",
         str(path),
+        *(["--measure", str(measure_s)] if measure_s else []),
         *overrides,
     ]
     return subprocess.call(command, env=environment)

@@ -173,3 +173,44 @@ def export(recipe: Recipe, checkpoint: Path | None, out: Path) -> None:
     write_text(out / "README.md", serving_notes(config, recipe.target.path))
     keep_recipe(recipe, out)
     log.info("exported %s to %s", folder, out)
+
+
+def plan(
+    recipe: Recipe,
+    given: tuple[Path, tuple[str, ...]],
+    *,
+    probe: float | None,
+    gpus: int,
+    space: int | None,
+    file: Path | None,
+    **rates: float | None,
+) -> None:
+    """``drafttrain plan``: the cost of a run, printed and, as JSON, written; refused if too large.
+
+    Args:
+        recipe: of the run.
+        given: the same as file and overrides.
+        probe: seconds to measure, or None.
+        gpus: that extract and train.
+        space: bytes that the run's folder may hold, or None.
+        file: where the JSON goes, or None.
+        rates: ``<stage>_rate``: tokens per second of one GPU, or None; they win over the probe.
+    """
+    from .plan.plan import finished_tables, make_plan
+    from .plan.probe import measure_rates
+    from .plan.render import to_terminal
+    from .plan.stage_plan import Rate
+
+    quiet_libraries()
+    known = {
+        name.removesuffix("_rate"): Rate(value, "given") for name, value in rates.items() if value
+    }
+    made = make_plan(recipe, known, gpus, space)
+    if probe is not None and made.fits:
+        table = finished_tables(recipe)["train"]
+        known = measure_rates(recipe, given, table, probe, gpus) | known
+        made = make_plan(recipe, known, gpus, space)
+    report_console.print(to_terminal(made))
+    if file is not None:
+        made.write(file)
+    made.refuse_if_too_large()

@@ -46,3 +46,7 @@ class TrainConfig(StrictModel):
                 "use zero_stage 1"
             )
         return self
+
+    def steps(self, samples: int) -> int:
+        """Optimizer steps of the whole training on so many samples."""
+        return round(self.epochs * samples / self.global_batch)

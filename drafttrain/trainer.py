@@ -70,7 +70,7 @@ class Trainer:
         train = recipe.train
         self.micro_batches = accumulation_steps(train, self.world)
         self.store = FeatureStore(recipe.store("train"))
-        self.total_steps = round(train.epochs * len(self.store) / train.global_batch)
+        self.total_steps = train.steps(len(self.store))
         if self.total_steps < 1:
             raise RecipeError(
                 f"train.epochs {train.epochs} of {len(self.store)} samples make no step of "
@@ -109,6 +109,24 @@ class Trainer:
                     self._checkpoint(step + 1)
         if self._log:
             self._log.close()
+
+    def time_steps(self, seconds: float) -> float:
+        """Tokens per second of all ranks, over real steps of about so long; nothing is written."""
+        took = torch.zeros(1, device=self.device)
+        for step in range(2):  # the first compiles
+            start = time.perf_counter()
+            self._step(step, self._load(step), 0.0)
+            took.fill_(time.perf_counter() - start)
+        dist.broadcast(took, 0)  # so that all ranks do as many steps
+        tokens = spent = 0.0
+        for step in range(2, 3 + int(seconds / took.item())):
+            start = time.perf_counter()
+            batches = self._load(step)
+            loaded = time.perf_counter() - start
+            line = self._step(step, batches, loaded)
+            tokens += line["tokens_per_s"] * line["step_s"]
+            spent += max(loaded, line["step_s"])  # training loads while it computes
+        return tokens / spent
 
     def _new_drafter(self) -> Drafter:
         init = self.recipe.drafter.init

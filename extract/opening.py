@@ -27,6 +27,7 @@ from drafttrain.data.store_format import (
 from .claims import Claim, ClaimLost, Claims
 from .config import ExtractConfig
 from .head import capture_head
+from .plan import store_bytes
 from .progress import human_bytes
 from .settings import store_settings
 from .target import Target
@@ -141,7 +142,7 @@ def forecast(meta: StoreMeta, todo: list[Shard], planned: int, out_dir: Path) ->
         StoreError: it does not fit.
     """
     tokens = sum(shard.tokens for shard in todo)
-    needed = int(tokens * meta.bytes_per_token())
+    needed = store_bytes(meta, tokens)
     free = shutil.disk_usage(out_dir).free
     _LOGGER.info(
         "%s: %d of %d shards done; %s tokens to extract need %s (%s a token), %s are free",

@@ -47,6 +47,7 @@ def test_check_prints_the_resolved_recipe(extracted):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["plan"], "run `drafttrain data prepare` first"),
         (["extract"], "run `drafttrain data prepare` first"),
         (["train"], "run `drafttrain extract`"),
         (["eval"], "run `drafttrain train` first"),
