@@ -1,12 +1,11 @@
-"""Extraction at the Qwen3.6-27B geometry: layouts of a batch, with and without writing, breakdown.
+"""Extraction at the Qwen3.6-27B geometry: with and without writing, and where the time goes.
 
     python -m tests.benchmarks.extraction_speed --folder DIR [--layers 64] [--tokens 262144]
 
-Random bf16 weights on the GPU, five taps and the final state. Prints (1) the same samples of mixed
-lengths one per forward, right-padded and sorted, and in rows, with how far each is from a sample
-alone and whether changing a sample moves another; (2) tokens per second of the engine alone and of
-the whole stage with its store written to DIR, for samples of 2,048 tokens and for the mix; (3)
-where one forward's kernel time goes. DIR needs 61 KB a token. Cost: minutes on one H200.
+Random bf16 weights on the GPU, five taps and the final state. Prints (1) where one forward's kernel
+time goes; (2) tokens per second of the engine alone and of the whole stage with its store written
+to DIR, from the first forward to the last seal, for samples of 2,048 tokens and for a realistic
+mix. DIR needs 61 KB a token. Cost: minutes on one H200.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,81 +22,17 @@ from rich.table import Table
 
 from drafttrain.data.chat import tokenizer_hash
 from drafttrain.data.samples import make_sample, write_table
-from drafttrain.extract import packing
 from drafttrain.extract.config import ExtractConfig
-from drafttrain.extract.engine import Engine, plan_batches
-from drafttrain.extract.taps import resolve_taps
+from drafttrain.extract.engine import Engine
 from drafttrain.extract.target import Target
 from drafttrain.extract.worker import extract
 
+from .extraction_layouts import drain
 from .geometry import TAPS, make_target, sample_ids, sample_lengths
 
 _BATCH, _PEAK_FLOPS = 16384, 790e12
 _FLOP_PER_TOKEN = 49.46e9  # 64 layers at 2,048 tokens, final norm, no LM head
 _console = Console(width=150)
-
-
-class PaddedEngine(Engine):
-    """The same engine with right padding, as for targets that cannot be run in rows."""
-
-    def __enter__(self) -> Engine:
-        known, packing._replaceable = packing._replaceable, lambda target: False
-        try:
-            return super().__enter__()
-        finally:
-            packing._replaceable = known
-
-
-def drain(engine: Engine, groups: Sequence[Sequence[np.ndarray]], batch: int) -> float:
-    """Seconds to run all groups and receive their states on the host."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in engine.features(groups, batch):
-        pass
-    return time.perf_counter() - begin
-
-
-def layouts(target: Target, tokens: int) -> None:
-    """Table 1."""
-    # Few different lengths: kernels are tuned anew for every shape of a padded batch.
-    lengths = [
-        min((256, 512, 1024, 2048, 4096), key=lambda k: abs(k - n)) for n in sample_lengths(tokens)
-    ]
-    samples = sample_ids(lengths)
-    real, taps = sum(lengths), resolve_taps(len(TAPS), target.num_layers)
-    changed = [(samples[0] + 1) % 1000, *samples[1:]]
-    table = Table("layout", "tokens/s", "padding", "distance from alone", "others moved")
-    alone: dict[int, torch.Tensor] = {}
-    for name, kind, batch in (
-        ("one sample a forward", PaddedEngine, 1),
-        ("right-padded, sorted", PaddedEngine, _BATCH),
-        ("rows", Engine, _BATCH),
-    ):
-        with kind(target, taps, "bf16") as engine:
-            drain(engine, [samples], batch)
-            seconds = drain(engine, [samples], batch)
-            found = {i.number: i.final.decode().clone() for i in engine.features([samples], batch)}
-            other = {i.number: i.final.decode().clone() for i in engine.features([changed], batch)}
-            plan = plan_batches([len(ids) for ids in samples], batch)
-            padded = sum(len(part) * max(len(samples[i]) for i in part) for part in plan)
-        alone = alone or found
-        far = [distance(found[i], alone[i]) for i in alone]
-        moved = sum(not torch.equal(found[i], other[i]) for i in found if i)
-        share = 0.0 if name == "rows" else 1 - real / padded
-        row = (name, f"{real / seconds:,.0f}", f"{share:.1%}", f"{max(far):.4f}", str(moved))
-        _console.print(row)
-        table.add_row(*row)
-    _console.print(
-        f"{target.num_layers} layers, {len(samples)} samples, {real:,} tokens, longest"
-        f" {max(lengths):,}"
-    )
-    _console.print(table)
-
-
-def distance(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Root mean square difference over that of the states."""
-    left, right = left.float(), right.float()
-    return float((left - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
 def speed(target: Target, tokens: int, folder: Path) -> None:
@@ -161,7 +95,7 @@ class Rates(logging.Handler):
 
 
 def breakdown(target: Target) -> None:
-    """Table 3."""
+    """Table 1."""
     samples = sample_ids([2048] * 8)
     with Engine(target, TAPS, "bf16") as engine:
         drain(engine, [samples], _BATCH)
@@ -203,7 +137,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=262144)
-    parser.add_argument("--parts", nargs="+", default=["breakdown", "speed", "layouts"])
+    parser.add_argument("--parts", nargs="+", default=["breakdown", "speed"])
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     target = make_target(arguments.layers, "cuda")
@@ -214,9 +148,6 @@ def main() -> None:
         breakdown(target)
     if "speed" in arguments.parts:
         speed(target, arguments.tokens, arguments.folder)
-    if "layouts" in arguments.parts:
-        del target
-        layouts(make_target(min(arguments.layers, 16), "cuda"), arguments.tokens // 6)
 
 
 if __name__ == "__main__":
