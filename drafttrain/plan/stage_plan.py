@@ -34,6 +34,7 @@ class StagePlan:
     Attributes:
         tokens: through the target (extraction, live) or the drafter (training, replay).
         bytes_left: still to be written.
+        files: of the finished stage, those of optimizer states not counted.
         rate: of one device; None where neither given nor measured.
         devices: that share the work.
     """

@@ -129,7 +129,9 @@ def test_as_many_samples_fit_as_are_proposed_and_not_one_more(tmp_path, share):
     for number in (count, count + 1):
         few = [table[i] for i in range(number)]
         write_table(recipe.table("train"), few, dict(table.manifest))
-        assert (make_plan(recipe, {}, 1, None).bytes_left <= room) == (number == count)
+        needed = make_plan(recipe, {}, 1, None).bytes_left
+        assert (needed <= room) == (number == count)
+        assert (needed == samples.bytes) == (number == count)
 
 
 def test_a_half_extracted_run_needs_only_the_rest(tmp_path):
