@@ -1,5 +1,6 @@
 """Repair: exactly the bad shards are extracted again, and the store has its old bytes."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.data.store_factory import change_record
 from tests.data.test_store_check import flip
 
 from .factory import CONFIG, LENGTHS, NUM_SHARDS, contents, count_forwards, make_table, make_target
+
+DIED = 9
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +191,7 @@ def test_a_target_that_gives_bad_states_again_is_said(store, undisturbed, target
 
 @pytest.mark.parametrize("moment", range(NUM_SHARDS))
 def test_a_repair_killed_anywhere_continues(store, undisturbed, target, monkeypatch, moment):
-    """(fault kind 33)"""
+    """A process dies for real, so that its claims are those of the dead (fault kind 33)."""
     for index in range(0, NUM_SHARDS, 2):
         flip(store / f"shard-{index:05d}.safetensors")
     real, left = Path.unlink, moment
@@ -198,20 +201,25 @@ def test_a_repair_killed_anywhere_continues(store, undisturbed, target, monkeypa
         nonlocal left
         left -= 1
         if left < 0:
-            raise KeyboardInterrupt
+            os._exit(DIED)
 
     def unlink(self, missing_ok=False):
         stop()
         real(self, missing_ok=missing_ok)
 
-    def seal(self, folder):
+    def seal(self, *given):
         stop()
-        return sealed(self, folder)
+        return sealed(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", unlink)
         patch.setattr(ShardBuffer, "seal", seal)
-        with pytest.raises(KeyboardInterrupt):
-            repair(lambda: target, CONFIG, undisturbed[1], store)
+        child = os.fork()
+        if child == 0:
+            try:
+                repair(lambda: target, CONFIG, undisturbed[1], store)
+            finally:
+                os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == DIED
     repair(lambda: target, CONFIG, undisturbed[1], store)
     assert contents(store) == contents(undisturbed[0])
