@@ -37,6 +37,7 @@ _REMEDY = (
     "the shard was not written: the target did not compute this state, or its dtype overflows"
     " (bfloat16 models do in float16)"
 )
+_ATTEMPTS = 3
 
 
 class ShardBuffer:
@@ -167,13 +168,20 @@ def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
         StoreError: there is a record, but it is damaged or of another store (nothing finished is
             overwritten on a guess).
     """
-    try:
-        record = read_record(folder, shard.record, meta)
-    except StoreError:
-        # Looked at afterwards: another worker may take it away to do the shard again.
+    failure: StoreError | None = None
+    # Other workers may take a record away, to do the shard again, and put one there meanwhile: only
+    # what fails again and again is damaged.
+    for _ in range(_ATTEMPTS):
         if not (folder / shard.record).exists():
             return False
-        raise
+        try:
+            record = read_record(folder, shard.record, meta)
+            break
+        except StoreError as exc:
+            failure = exc
+    else:
+        assert failure is not None
+        raise failure
     return all(
         (folder / name).is_file() and (folder / name).stat().st_size == file.bytes
         for name, file in record.files.items()

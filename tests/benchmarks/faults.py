@@ -8,7 +8,6 @@ mounted a limit on the size of files. Cost: about two seconds a fault.
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from drafttrain.data.errors import StoreError
-from drafttrain.data.store_reader import FeatureStore
+from drafttrain.data.store_check import verify_store
 from drafttrain.extract.claims import read_claim
+from drafttrain.extract.config import TargetConfig
 from drafttrain.extract.owners import new_owner
+from drafttrain.extract.repair import repair
+from drafttrain.extract.target import Target, load_target
 
 from ..extract.factory import contents, make_table, save_target
-from ..extract.kill_server import REFUSED
+from ..extract.kill_server import CONFIG, REFUSED
 from ..extract.processes import Server, lasting, wait_for_files
 
 LENGTHS = [17, 40, 22, 9, 31, 55, 12, 28, 33, 47, 8, 60] * 3
@@ -54,8 +56,8 @@ class Soak:
         """Faults that an error or ``store verify`` has told of so far."""
         self.folder, self.out = folder, folder / "store"
         self.disk = folder / "disk"
-        table = make_table(folder / "table.parquet", LENGTHS)
-        self.server = Server(save_target(folder / "target"), table, folder / "errors")
+        self.table = make_table(folder / "table.parquet", LENGTHS)
+        self.server = Server(save_target(folder / "target"), self.table, folder / "errors")
         for out in (self.out, folder / "whole"):  # the first one also loads the target
             started = time.monotonic()
             self.must_finish(self.server.start(out))
@@ -98,7 +100,7 @@ class Soak:
                 name for name in found if found[name] != self.whole[name]
             ]
             raise Wrong(f"the store differs in {', '.join(names)}")
-        FeatureStore(out).verify()
+        verify_store(out)
 
     def pause(self) -> None:
         """A random moment of an extraction, counted from when its folder appears."""
@@ -252,7 +254,7 @@ class Soak:
     def _verify(self, out: Path) -> str:
         """What ``store verify`` says of a damaged store."""
         try:
-            FeatureStore(out).verify()
+            verify_store(out)
         except StoreError as exc:
             self.detected += 1
             return str(exc)
@@ -263,12 +265,13 @@ class Soak:
         message = self._verify(path.parent)
         if path.name not in message:
             raise Wrong(f"store verify does not name {path.name}: {message}")
-        record = re.search(r"delete (\S+\.json) in the same folder", message)
-        if record:
-            (path.parent / record[1]).unlink()
-        elif "delete it" in message:
-            path.unlink()
+        if "drafttrain store repair" in message:
+            repair(self._load, CONFIG, self.table, path.parent)
         self.rerun(path.parent)
+
+    def _load(self) -> Target:
+        config = TargetConfig(path=str(self.folder / "target"), dtype="float32", device="cpu")
+        return load_target(config)
 
 
 # Kind -> (what happens, whether an error or `store verify` has to tell the user).
