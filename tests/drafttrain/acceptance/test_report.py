@@ -141,12 +141,10 @@ def test_sampling_in_16_bit_is_shown_but_not_judged(drafter):
 
 def test_peak_memory_is_shown_where_it_was_measured(drafter):
     assert "peak, GB" not in to_markdown(report(drafter, with_live=True))
-    measured = live()
-    speed = [
-        item.model_copy(update={"peak_bytes": 10**9 * (2 + (item.sample_id == "p1"))})
-        for item in measured.speed
-    ]
-    measured = measured.model_copy(update={"speed": speed})
+    found = live()
+    sizes = {"p1": 3 * 10**9}
+    speed = [i.model_copy(update={"peak_bytes": sizes.get(i.sample_id, 2)}) for i in found.speed]
+    measured = found.model_copy(update={"speed": speed})
     result = build_report(1, settings(), drafter, CONFIG, replay(), measured)
     assert {row.peak_gb for row in result.live[0].speed} == {3.0}
     assert "prefill, ms | peak, GB |" in to_markdown(result) and "| 3.0 |" in to_markdown(result)
