@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``"1.5 TB"`` -> 1500000000000 bytes. A unit is required."""
+"""Sizes as people write and read them: ``"1.5 TB"`` -> 1500000000000 bytes, and back."""
 
 import re
 
@@ -22,3 +22,12 @@ def parse_bytes(text: str) -> int:
             f" (units: {', '.join(_UNITS)})"
         )
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def human_bytes(count: float) -> str:
+    """A size in decimal units, as disks are sold: 1234567 -> '1.2 MB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

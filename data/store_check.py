@@ -99,7 +99,7 @@ def check_store(folder: Path, trusted: Mapping[int, ShardRecord] | None = None) 
     """
     meta = read_meta(folder)
     check = StoreCheck(folder, meta, _head_problem(folder, meta))
-    shards = [Shard(index, 0, 0, 0) for index in range(meta.num_shards)]
+    shards = [Shard.named(index) for index in range(meta.num_shards)]
     check.whole.update(trusted or {})
     shards = [shard for shard in shards if shard.index not in check.whole]
     sizes = [_size(folder / shard.states) for shard in shards]
@@ -155,7 +155,7 @@ def check_shard(folder: Path, meta: StoreMeta, index: int) -> ShardRecord:
     Raises:
         StoreError: the first thing that is wrong with it, with its file and what to do.
     """
-    shard = Shard(index, 0, 0, 0)
+    shard = Shard.named(index)
     record = read_checked_record(folder, shard, meta)
     lengths = np.array(record.lengths, dtype=np.int64)
     if (len(lengths), int(lengths.sum())) != (record.num_samples, record.num_tokens):
@@ -193,7 +193,7 @@ def _bad_sample(
 def _compare_shards(check: StoreCheck) -> None:
     """Find shards that do not belong with the others, and a plan that does not add up."""
     for index, what in find_odd_shards(check.whole.values()).items():
-        shard = Shard(index, 0, 0, 0)
+        shard = Shard.named(index)
         check.bad[index] = f"{check.folder / shard.states}: {what}; {REPAIR}"
         del check.whole[index]
     if check.head is None and len(check.whole) == check.meta.num_shards:
@@ -211,5 +211,5 @@ def name_shards(indices: Sequence[int]) -> str:
             runs[-1] = [runs[-1][0], index]
         else:
             runs.append([index])
-    stems = [[Shard(i, 0, 0, 0).stem for i in run] for run in runs]
+    stems = [[Shard.named(i).stem for i in run] for run in runs]
     return ", ".join(" to ".join(run) for run in stems)

@@ -167,6 +167,11 @@ class Shard:
     stop: int
     tokens: int
 
+    @classmethod
+    def named(cls, index: int) -> "Shard":
+        """A shard of which only the names of its files are wanted."""
+        return cls(index, 0, 0, 0)
+
     @property
     def stem(self) -> str:
         return f"shard-{self.index:05d}"
@@ -249,14 +254,11 @@ def read_meta(folder: Path) -> StoreMeta:
     return meta
 
 
-def changed_settings(old: StoreMeta, new: StoreMeta) -> list[str]:
-    """Settings in which two stores differ, in words; where the target lies is none."""
-    there, now = old.model_dump(), new.model_dump()
-    return [
-        f"{key} {there[key]} there, {now[key]} now"
-        for key in there
-        if there[key] != now[key] and key not in INFORMATIONAL
-    ]
+def changed_settings(old: StoreMeta, new: StoreMeta, among: Sequence[str] = ()) -> list[str]:
+    """Settings in which two stores differ, in words: of ``among``, or all but where targets lie."""
+    names = among or [name for name in StoreMeta.model_fields if name not in INFORMATIONAL]
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in names}
+    return [f"{name} {a} there, {b} now" for name, (a, b) in pairs.items() if a != b]
 
 
 def write_meta(

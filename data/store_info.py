@@ -78,7 +78,7 @@ def summarise_store(folder: Path) -> StoreSummary:
     missing: list[int] = []
     bad: list[str] = []
     for index in tracked(range(meta.num_shards), f"read {folder.name}"):
-        shard = Shard(index, 0, 0, 0)
+        shard = Shard.named(index)
         if not (folder / shard.record).exists():
             missing.append(index)
             continue

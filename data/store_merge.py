@@ -85,7 +85,7 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
         recipes = [folder / _RECIPE_NAME for folder in (out, *sources)]
         for recipe in [path for path in recipes if path.is_file()][:1]:
             _place(recipe, out / _RECIPE_NAME, file_checksum(recipe))
-        shards = [Shard(index, 0, 0, 0) for index in range(meta.num_shards)]
+        shards = [Shard.named(index) for index in range(meta.num_shards)]
         for shard in tracked(shards, f"merge {out.name}"):
             _take_shard(out, sources, shard, merge)
     except OSError as exc:

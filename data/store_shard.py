@@ -167,7 +167,7 @@ def read_records(folder: Path, meta: StoreMeta) -> list[ShardRecord]:
         StoreError: files are missing (says which), a record is damaged or foreign, or a file has
             another size than recorded.
     """
-    shards = [Shard(i, 0, 0, 0) for i in range(meta.num_shards)]
+    shards = [Shard.named(i) for i in range(meta.num_shards)]
     missing = [] if (folder / HEAD_NAME).is_file() else [HEAD_NAME]
     for shard in shards:
         # Without its record a shard does not exist, whatever else is there.

@@ -162,7 +162,12 @@ class ShardBuffer:
 
 
 def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
-    """Whether a shard is finished: a valid record, and files of the recorded sizes.
+    """Whether a shard is finished; see ``sealed_record``."""
+    return sealed_record(folder, shard, meta) is not None
+
+
+def sealed_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRecord | None:
+    """The valid record of a shard whose files have the recorded sizes, or None.
 
     Raises:
         StoreError: there is a record, but it is damaged or of another store (nothing finished is
@@ -173,7 +178,7 @@ def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
     # what fails again and again is damaged.
     for _ in range(_ATTEMPTS):
         if not (folder / shard.record).exists():
-            return False
+            return None
         try:
             record = read_record(folder, shard.record, meta)
             break
@@ -182,7 +187,8 @@ def is_sealed(folder: Path, shard: Shard, meta: StoreMeta) -> bool:
     else:
         assert failure is not None
         raise failure
-    return all(
+    whole = all(
         (folder / name).is_file() and (folder / name).stat().st_size == file.bytes
         for name, file in record.files.items()
     )
+    return record if whole else None

@@ -6,9 +6,9 @@ from rich.console import Group as Screen
 from rich.console import RenderableType
 from rich.table import Table
 
+from drafttrain.data.sizes import human_bytes
 from drafttrain.data.store_check import name_shards
 from drafttrain.data.store_info import StoreSummary
-from drafttrain.extract.progress import human_bytes
 
 _QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 _BAR = 40  # characters of the longest bar

@@ -12,7 +12,6 @@ while the next forward runs.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -125,12 +124,7 @@ class Engine:
         self._open.enter_context(self._recorder)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def features(self, groups: Iterable[Sequence[Ids]], batch_tokens: int) -> Iterator[Features]:

@@ -14,6 +14,7 @@ import numpy as np
 from drafttrain.data.errors import StoreError
 from drafttrain.data.files import file_checksum
 from drafttrain.data.samples import SampleTable
+from drafttrain.data.sizes import human_bytes
 from drafttrain.data.store_format import (
     HEAD_NAME,
     META_NAME,
@@ -28,7 +29,6 @@ from .claims import Claim, ClaimLost, Claims
 from .config import ExtractConfig
 from .head import capture_head
 from .plan import store_bytes
-from .progress import human_bytes
 from .settings import store_settings
 from .target import Target
 

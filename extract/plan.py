@@ -20,11 +20,11 @@ from drafttrain.data.store_format import (
     HEAD_NAME,
     META_NAME,
     StoreMeta,
+    changed_settings,
     plan_shards,
     read_meta,
-    read_record,
 )
-from drafttrain.data.store_writer import is_sealed
+from drafttrain.data.store_writer import sealed_record
 
 from .config import ExtractConfig, TargetConfig
 from .taps import resolve_taps
@@ -143,8 +143,8 @@ def plan_store(
         begun = read_meta(folder)
         _check_same(begun, layout, folder)
         for shard in shards:
-            if is_sealed(folder, shard, begun):
-                record = read_record(folder, shard.record, begun)
+            record = sealed_record(folder, shard, begun)
+            if record is not None:
                 tokens_done += shard.tokens
                 bytes_done += sum(file.bytes for file in record.files.values())
     head, head_left = folder / HEAD_NAME, shape.head_bytes()
@@ -161,8 +161,7 @@ def plan_store(
 
 
 def _check_same(begun: StoreMeta, layout: StoreMeta, folder: Path) -> None:
-    pairs = {name: (getattr(begun, name), getattr(layout, name)) for name in _SETTINGS}
-    changed = [f"{name} {old} there, {new} now" for name, (old, new) in pairs.items() if old != new]
+    changed = changed_settings(begun, layout, _SETTINGS)
     if changed:
         raise StoreError(
             f"{folder} holds a store of other settings ({'; '.join(changed)}): extraction would"

@@ -7,7 +7,6 @@ from the worker, and one whenever it waits for others than before.
 
 import logging
 from collections import defaultdict
-from types import TracebackType
 
 from rich.progress import ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -45,12 +44,7 @@ class ExtractionProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def advance(self, tokens: int) -> None:
@@ -78,12 +72,3 @@ class ExtractionProgress:
         """Add to what this worker may have to do; less than 0 for what another one has done."""
         self._total += tokens
         self._bar.update(self._task, total=max(self._total, self._done))
-
-
-def human_bytes(count: float) -> str:
-    """A size in decimal units, as disks are sold: 1234567 -> '1.2 MB'."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -90,7 +90,7 @@ def repair(
     if check.head is not None:
         (folder / HEAD_NAME).unlink(missing_ok=True)
     for index in check.bad:
-        (folder / _shard(index).record).unlink(missing_ok=True)
+        (folder / Shard.named(index).record).unlink(missing_ok=True)
     fsync_path(folder)
     extract(target, config, table_path, folder)
     remaining = check_store(folder, trusted=check.whole).problems()
@@ -99,10 +99,6 @@ def repair(
             "\n".join([*remaining, f"{folder}: extracted again, and refused again: see above"])
         )
     return problems
-
-
-def _shard(index: int) -> Shard:
-    return Shard(index, 0, 0, 0)
 
 
 def _owner(path: Path) -> str | None:
@@ -115,7 +111,7 @@ def _owner(path: Path) -> str | None:
 
 
 def _refuse_foreign(folder: Path, meta: StoreMeta, bad: Iterable[int]) -> None:
-    names = [_shard(index).record for index in bad]
+    names = [Shard.named(index).record for index in bad]
     foreign = [name for name in names if _owner(folder / name) not in (None, meta.identity())]
     if foreign:
         raise StoreError(

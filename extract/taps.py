@@ -7,7 +7,6 @@ output as 0). ``TapRecorder`` turns one forward of ``[batch, tokens]`` ids into 
 """
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,12 +110,7 @@ class TapRecorder:
             self._handles.append(self._layers[layer].register_forward_hook(hook))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

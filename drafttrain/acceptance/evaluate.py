@@ -5,7 +5,6 @@ and returns values that merge, so ranks can share the work. ``Drafting``, ``repl
 ``tagged_records`` also serve live decoding (``live``).
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +23,7 @@ from .replay import DraftAnchors, replay_span, spans_of
 from .tau import RoundLog
 from .tree import Method, methods_of
 
-_LOGGER = logging.getLogger(__name__)
 _PROMPT_HEAD = 64
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +119,7 @@ def tagged_records(
     index: SampleIndex,
     temperature: float = 0.0,
 ) -> Iterable[PromptRecord]:
+    """Rounds per method as records that name sample, source, mode and temperature."""
     for method, log in logs.items():
         names: dict[str, str | float] = {
             "sample_id": index.sample_id,

@@ -14,8 +14,8 @@ from typing import Any
 from drafttrain.data.errors import DataError, StoreError
 from drafttrain.data.files import write_json
 from drafttrain.data.samples import SampleTable, read_table
+from drafttrain.data.sizes import human_bytes
 from drafttrain.extract.plan import plan_store, read_shape
-from drafttrain.extract.progress import human_bytes
 from drafttrain.recipe import SPLITS, Recipe
 
 from .needs import RunNeeds

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from drafttrain.extract.progress import human_bytes
+from drafttrain.data.sizes import human_bytes
 
 from .plan import Plan
 from .stage_plan import Rate, StagePlan

@@ -15,15 +15,16 @@ from tests.data.store_factory import change_record
 from .factory import CONFIG, LENGTHS, count_forwards, make_target
 
 
-@pytest.mark.parametrize(("codec", "allowed"), [("fp32", 1e-3), ("bf16", 5e-3)])
+@pytest.mark.parametrize(("codec", "allowed"), [("fp32", 1e-3), ("bf16", 5e-3), ("fp8", 5e-2)])
 def test_stored_states_agree_with_the_target(tmp_path, target, table, codec, allowed):
     config = CONFIG.model_copy(update={"codec": codec})
     store = extract(target, config, table, tmp_path / "store")
     check = check_states(target, store, 1000)
     assert check.tokens == sum(LENGTHS) and not check.bad and check.tolerance == allowed
     assert list(check.cosine) == ["tap 0", "tap 2", "tap 4", "the final hidden state"]
-    assert all(cosine > 0.9999 for cosine in check.cosine.values())
+    assert all(cosine > (0.999 if codec == "fp8" else 0.9999) for cosine in check.cosine.values())
     assert all(error < allowed for error in check.error.values())
+    assert (max(check.error.values()) > 1e-3) == (codec != "fp32")
 
 
 def change_rows(store, index: int, change) -> FeatureStore:
