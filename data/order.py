@@ -18,10 +18,13 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return generator.permutation(num_samples).astype(np.int64)
 
 
-def global_batch(num_samples: int, seed: int, step: int, size: int) -> list[tuple[int, int]]:
-    """The (epoch, sample index) pairs of optimizer step ``step`` (counted from 0)."""
-    pairs = []
-    for position in range(step * size, (step + 1) * size):
-        epoch, place = divmod(position, num_samples)
-        pairs.append((epoch, int(epoch_order(num_samples, seed, epoch)[place])))
-    return pairs
+def sample_at(num_samples: int, seed: int, position: int) -> tuple[int, int]:
+    """Which sample a position of the stream holds: (epoch, sample index)."""
+    epoch, place = divmod(position, num_samples)
+    return epoch, int(epoch_order(num_samples, seed, epoch)[place])
+
+
+def stream_order(num_samples: int, seed: int, positions: int) -> NDArray[np.int64]:
+    """Sample index of each of the first ``positions`` positions."""
+    epochs = range(-(-positions // num_samples))
+    return np.concatenate([epoch_order(num_samples, seed, e) for e in epochs])[:positions]

@@ -87,6 +87,8 @@ class StoreMeta(_Strict):
     num_tokens: int
     num_shards: int
     head_checksum: str
+    order_seed: int | None = None
+    """Of a rolling store: samples follow the training order of this seed, epoch after epoch."""
 
     def identity(self) -> str:
         """Hash of everything that decides the bytes of the shards."""

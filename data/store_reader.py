@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .codec import CODECS, Encoded
 from .errors import StoreError
+from .samples import Sample
 from .store_format import REPAIR, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
 from .store_shard import ShardFiles, ShardIndex, checked_head, read_records
 
@@ -71,6 +72,20 @@ class StoredSample(SampleIndex):
         return self.encoded_taps.decode()
 
 
+def stored_sample(sample: Sample, taps: Encoded, final: Tensor | None) -> StoredSample:
+    """A row of a sample table with its states; arguments as ``StoredSample``."""
+    return StoredSample(
+        sample_id=sample.sample_id,
+        source=sample.source,
+        mode=sample.mode,
+        greedy=sample.greedy,
+        input_ids=torch.from_numpy(sample.input_ids.astype(np.int64)),
+        loss_mask=torch.from_numpy(sample.loss_mask.copy()),
+        encoded_taps=taps,
+        final=final,
+    )
+
+
 class FeatureStore:
     """A finished feature store.
 
@@ -91,6 +106,11 @@ class FeatureStore:
     def __init__(self, path: Path | str, table_hash: str | None = None) -> None:
         self.path = Path(path)
         self.meta: StoreMeta = read_meta(self.path)
+        if self.meta.order_seed is not None:
+            raise StoreError(
+                f"{self.path} is a rolling store, whose shards come and go: only training with"
+                " extract.features=rolling reads it"
+            )
         if table_hash is not None and table_hash != self.meta.table_hash:
             raise StoreError(
                 f"{self.path} was made from sample table {self.meta.table_hash}, not from"

@@ -187,8 +187,13 @@ def sealed_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRecord | 
     else:
         assert failure is not None
         raise failure
-    whole = all(
-        (folder / name).is_file() and (folder / name).stat().st_size == file.bytes
-        for name, file in record.files.items()
-    )
+    whole = all(_size(folder / name) == file.bytes for name, file in record.files.items())
     return record if whole else None
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file, None where there is none; another worker may remove it at any time."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None

@@ -1,12 +1,13 @@
 """From stored samples to the tensors of one micro-batch.
 
-    (epoch, sample index) pairs -> Batch: taps [R, S, n_taps, d], layout, anchors and labels
+    (epoch, sample) pairs -> Batch: taps [R, S, n_taps, d], layout, anchors and labels
 
 Two layouts with the same meaning: padded (one sample per row) and packed (all samples of the
 micro-batch in one row, told apart by document number, positions restarting in each). Anchors are
 drawn per sample by ``drafter.blocks.draw_anchors``; unused places of a row are never supervised.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.codec import Encoded
-from drafttrain.data.store_reader import FeatureStore, StoredSample
+from drafttrain.data.store_reader import StoredSample
 
 from .drafter.blocks import block_labels, draw_anchors
 from .drafter.masks import NO_DOCUMENT, BlockLayout
@@ -52,8 +53,7 @@ class _Document:
 
 
 def make_batch(
-    store: FeatureStore,
-    pairs: list[tuple[int, int]],
+    samples: Sequence[tuple[int, StoredSample]],
     *,
     seed: int,
     anchors: int,
@@ -61,11 +61,10 @@ def make_batch(
     packing: bool,
     multiple: int = 1,
 ) -> Batch:
-    """Read, draw anchors and lay out the samples of one micro-batch.
+    """Draw anchors and lay out the samples of one micro-batch.
 
     Args:
-        store: the training store.
-        pairs: (epoch, sample index) of the samples.
+        samples: the samples, each with its epoch.
         seed: of the anchor draw.
         anchors: at most so many per sample.
         block_size: B.
@@ -73,8 +72,7 @@ def make_batch(
         multiple: round tokens and slots of a row up to this, so that a compiler sees few shapes.
     """
     documents = []
-    for epoch, index in pairs:
-        sample = store.sample(index)
+    for epoch, sample in samples:
         mask = sample.loss_mask.numpy()
         drawn = draw_anchors(mask, anchors, seed=seed, epoch=epoch, sample_id=sample.sample_id)
         labels, supervised = block_labels(sample.input_ids.numpy(), mask, drawn, block_size)

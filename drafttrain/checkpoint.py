@@ -35,7 +35,17 @@ MARKER = "COMPLETE.json"
 STATE = "deepspeed"
 DRAFTER = "drafter"
 # Keys that may change between a checkpoint and its resumption.
-_FREE_KEYS = ("output", "eval", "train.checkpoint_every", "train.keep_checkpoints")
+_FREE_KEYS = (
+    "output",
+    "eval",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    # Where states come from and lie changes them by rounding at most.
+    "extract.features",
+    "extract.store",
+    "extract.budget",
+    "extract.consumers",
+)
 
 
 def step_folder(root: Path, step: int) -> Path:

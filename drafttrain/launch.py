@@ -11,10 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from drafttrain.data.store_reader import FeatureStore
-
 from .drafter.resolve import resolve_config
 from .engine import accumulation_steps
+from .features import features_meta
 from .losses.weights import resolve_gamma
 from .recipe import Recipe
 
@@ -46,7 +45,7 @@ def launch_training(
     cuda = torch.cuda.is_available()
     ranks = ranks or (torch.cuda.device_count() if cuda else 1)
     accumulation_steps(recipe.train, ranks)
-    config = resolve_config(recipe.drafter, FeatureStore(recipe.store("train")).meta)
+    config = resolve_config(recipe.drafter, features_meta(recipe))
     resolve_gamma(recipe.train.gamma, config.block_size)
     environment = dict(os.environ)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"

@@ -53,7 +53,7 @@ class Recipe(StrictModel):
 
     def store(self, split: str) -> Path:
         """The feature store of ``train`` or ``eval``."""
-        return self.output / "store" / split
+        return (self.extract.store or self.output / "store") / split
 
     @property
     def checkpoints(self) -> Path:

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drafttrain.data.errors import CheckpointError, DataError, RecipeError
 from drafttrain.data.files import write_text
@@ -10,6 +11,10 @@ from drafttrain.data.files import write_text
 from .messages import quiet_libraries, report_console
 from .recipe import SPLITS, Recipe
 from .run_lock import hold_run
+
+if TYPE_CHECKING:
+    from drafttrain.extract.rolling import RollingWorker
+    from drafttrain.extract.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +80,44 @@ def extract(recipe: Recipe, share: tuple[int, int] | None = None) -> None:
             raise DataError(
                 f"{recipe.table(split)} does not exist: run `drafttrain data prepare` first"
             )
+    features = recipe.extract.features
+    if share is not None and features != "stored":
+        raise RecipeError(
+            f"--worker splits a whole store, extract.features is {features}: start the same command"
+            " without it, as many workers as you like"
+        )
     quiet_libraries()
     target = load_target(recipe.target)
-    for split in SPLITS:
+    rolling = _rolling_worker(recipe, target) if features == "rolling" else None
+    for split in SPLITS if features == "stored" else ("eval",):
         what = (target, recipe.extract, recipe.table(split), recipe.store(split))
         if share is None:
             extract_table(*what)
         else:
             extract_share(*what, Share(*share))
         keep_recipe(recipe, recipe.store(split), new_owner())
+    if rolling is not None:
+        keep_recipe(recipe, recipe.store("train"), new_owner())
+        rolling.roll()
+
+
+def _rolling_worker(recipe: Recipe, target: "Target") -> "RollingWorker":
+    """Fills the training store ahead of training, until training is done."""
+    from drafttrain.data.samples import read_table
+    from drafttrain.extract.rolling import rolling_worker
+
+    from .features import training_steps
+
+    table, step = recipe.table("train"), recipe.train.global_batch
+    return rolling_worker(
+        target,
+        recipe.extract,
+        table,
+        recipe.store("train"),
+        seed=recipe.seed,
+        positions=training_steps(recipe, len(read_table(table))) * step,
+        step=step,
+    )
 
 
 def evaluate(recipe: Recipe, checkpoint: Path | None) -> bool:

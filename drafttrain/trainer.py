@@ -23,10 +23,8 @@ from torch import Tensor
 
 from drafttrain.data.errors import RecipeError
 from drafttrain.data.files import content_hash, write_text
-from drafttrain.data.order import global_batch
+from drafttrain.data.order import sample_at
 from drafttrain.data.progress import console, make_progress
-from drafttrain.data.store_reader import FeatureStore
-from drafttrain.extract.head import load_head
 
 from .batches import Batch, make_batch
 from .checkpoint import find_complete, load_state, prune, save_checkpoint
@@ -36,6 +34,7 @@ from .drafter.parallel import block_embeddings
 from .drafter.resolve import resolve_config
 from .engine import accumulation_steps, build_engine, loss_scale_for, take_step
 from .export import load_drafter
+from .features import open_features, training_steps
 from .losses.head_loss import head_cross_entropy
 from .losses.weights import decay_weights, resolve_gamma
 from .metrics_log import MetricsLog
@@ -69,19 +68,15 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         train = recipe.train
         self.micro_batches = accumulation_steps(train, self.world)
-        self.store = FeatureStore(recipe.store("train"))
-        self.total_steps = train.steps(len(self.store))
-        if self.total_steps < 1:
-            raise RecipeError(
-                f"train.epochs {train.epochs} of {len(self.store)} samples make no step of "
-                f"train.global_batch {train.global_batch}"
-            )
-        self.config = resolve_config(recipe.drafter, self.store.meta).model_copy(
-            update={"trained_length": int(self.store.lengths.max())}
+        self.features = open_features(recipe, device, self.rank)
+        lengths = self.features.lengths
+        self.total_steps = training_steps(recipe, len(lengths))
+        self.config = resolve_config(recipe.drafter, self.features.meta).model_copy(
+            update={"trained_length": int(lengths.max())}
         )
         self.gamma = resolve_gamma(train.gamma, self.config.block_size)
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-        self.head = load_head(self.store).to(device, dtype)
+        self.head = self.features.head.to(device, dtype)
         self.engine = build_engine(self._new_drafter(), train, self.total_steps, self.world)
 
     def run(self) -> None:
@@ -89,6 +84,7 @@ class Trainer:
         done = self._resume()
         if done >= self.total_steps:
             log.info("training is finished already: %d steps", done)
+            self._release(done)
             return
         self._log = MetricsLog(self.recipe.output, done) if self.rank == 0 else None
         self._said = time.monotonic()
@@ -96,6 +92,7 @@ class Trainer:
             self._announce(done)
         with ThreadPoolExecutor(1) as loader, make_progress(enabled=self.rank == 0) as progress:
             task = progress.add_task("training", total=self.total_steps, completed=done)
+            self._release(done)
             upcoming = loader.submit(self._load, done)
             for step in range(done, self.total_steps):
                 start = time.perf_counter()
@@ -104,6 +101,7 @@ class Trainer:
                 if not self._last(step):
                     upcoming = loader.submit(self._load, step + 1)
                 line = self._step(step, batches, waited)
+                self._release(step + 1)
                 self._report(progress, task, line)
                 if (step + 1) % self.recipe.train.checkpoint_every == 0 or self._last(step):
                     self._checkpoint(step + 1)
@@ -165,19 +163,23 @@ class Trainer:
             self.gamma,
         )
 
-    def _pairs(self, step: int) -> list[tuple[int, int]]:
+    def _positions(self, step: int) -> range:
         size = self.recipe.train.global_batch
-        return global_batch(len(self.store), self.recipe.seed, step, size)
+        return range(step * size, (step + 1) * size)
+
+    def _release(self, done: int) -> None:
+        """Every rank has read the samples of the steps that are done: they reduced together."""
+        self.features.release(self._positions(done)[0])
 
     def _load(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, on the host."""
-        train, pairs = self.recipe.train, self._pairs(step)
-        share = len(pairs) // self.world
-        mine = pairs[self.rank * share : (self.rank + 1) * share]
+        """This rank's micro-batches of a step, on the host (on the device if made there)."""
+        train, positions = self.recipe.train, self._positions(step)
+        self.features.wait(positions)
+        share = len(positions) // self.world
+        mine = positions[self.rank * share : (self.rank + 1) * share]
         return [
             make_batch(
-                self.store,
-                mine[first : first + train.micro_batch],
+                self.features.read(mine[first : first + train.micro_batch]),
                 seed=self.recipe.seed,
                 anchors=train.anchors,
                 block_size=self.config.block_size,
@@ -210,7 +212,7 @@ class Trainer:
         size = self.recipe.train.global_batch
         return {
             "step": step + 1,
-            "epoch": round((step + 1) * size / len(self.store), 4),
+            "epoch": round((step + 1) * size / len(self.features.lengths), 4),
             "loss": sums[0].item(),
             "lr": self.engine.lr_scheduler.get_last_lr()[0],
             "grad_norm": grad_norm,
@@ -257,8 +259,9 @@ class Trainer:
         progress.update(task, advance=1, description=f"training  {shown}")
         if self._log is None:
             return
-        pairs = self._pairs(line["step"] - 1)
-        samples = content_hash([self.store.index(i).sample_id for _, i in pairs])
+        count, seed = len(self.features.lengths), self.recipe.seed
+        drawn = [sample_at(count, seed, p)[1] for p in self._positions(line["step"] - 1)]
+        samples = content_hash([self.features.sample_id(index) for index in drawn])
         self._log.write(line | {"samples": samples})
         if not console.is_terminal and time.monotonic() - self._said >= _SAY_EVERY_S:
             self._said = time.monotonic()

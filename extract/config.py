@@ -1,10 +1,12 @@
 """Settings of the target and of the extraction stage (``target:`` and ``extract:``)."""
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drafttrain.data.config import StrictModel
+from drafttrain.data.sizes import parse_bytes
 
 
 class TargetConfig(StrictModel):
@@ -28,6 +30,21 @@ class ExtractConfig(StrictModel):
     final_hidden: bool = Field(
         default=True, description="also store the last hidden state after the final norm"
     )
+    features: Literal["stored", "rolling", "online"] = Field(
+        default="stored",
+        description="training reads a whole store, one that extraction fills ahead of it and"
+        " empties behind it (rolling), or runs the target itself (online)",
+    )
+    store: Path | None = Field(
+        default=None,
+        description="folder of the stores train and eval; unset: <output>/store",
+    )
+    budget: str | None = Field(
+        default=None, description="rolling: the training store never takes more, such as 500GB"
+    )
+    consumers: int = Field(
+        default=1, gt=0, description="rolling: training runs that read the store side by side"
+    )
     codec: Literal["bf16", "fp32", "fp8"] = Field(
         default="bf16",
         description="fp8: taps in e4m3 with a scale per token and tap, final in bf16",
@@ -39,3 +56,20 @@ class ExtractConfig(StrictModel):
         gt=0,
         description="a worker that gave no sign of life for so long loses its shards to others",
     )
+
+    @model_validator(mode="after")
+    def _rolling(self) -> "ExtractConfig":
+        rolling = self.features == "rolling"
+        if rolling and self.budget is None:
+            raise ValueError("features rolling needs a budget, such as budget: 500GB")
+        if not rolling and (self.budget is not None or self.consumers != 1):
+            raise ValueError(f"budget and consumers are for features rolling, not {self.features}")
+        if self.budget is not None:
+            parse_bytes(self.budget)
+        return self
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of a rolling store."""
+        assert self.budget is not None
+        return parse_bytes(self.budget)

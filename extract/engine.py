@@ -74,7 +74,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 class Features(NamedTuple):
-    """The states of one sample, on the CPU, as the codec keeps them."""
+    """The states of one sample as the codec keeps them."""
 
     group: int
     """Which group of samples it belongs to, counted from 0."""
@@ -107,17 +107,23 @@ class Engine:
         taps: ascending layer ids.
         codec: how the states are kept.
         final_hidden: also give the final hidden state.
+        to_host: give them on the CPU; else they stay on the target's device.
     """
 
     def __init__(
-        self, target: Target, taps: Sequence[int], codec: str, final_hidden: bool = True
+        self,
+        target: Target,
+        taps: Sequence[int],
+        codec: str,
+        final_hidden: bool = True,
+        to_host: bool = True,
     ) -> None:
         self._target, self._codecs = target, CODECS[codec]
         self._recorder = TapRecorder(target.layers, taps, stop=not final_hidden)
         self._open = ExitStack()
         self._rows = False
-        cuda = target.device.type == "cuda"
-        self._leaving = torch.cuda.Stream(target.device) if cuda else None
+        leaves = to_host and target.device.type == "cuda"
+        self._leaving = torch.cuda.Stream(target.device) if leaves else None
 
     def __enter__(self) -> "Engine":
         self._rows = self._open.enter_context(packed(self._target))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drafttrain.data.checked_write import write_tensors
 from drafttrain.data.errors import StoreError, TargetError
 from drafttrain.data.files import publish
+from drafttrain.data.rolling_reader import RollingStore
 from drafttrain.data.store_format import REPAIR
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.tensor_map import map_tensors
@@ -26,6 +27,7 @@ from drafttrain.data.tensor_map import map_tensors
 from .target import Target
 
 _EMBED_ROWS = 8192
+_HEADER_BYTES = 1024
 _PROBE_TOKENS = 32
 # Large enough for any soft cap or clamp to show, small enough for every dtype.
 _PROBE_LOGIT = 1000.0
@@ -66,7 +68,7 @@ class Head:
         publish(path, lambda tmp: write_tensors(tmp, tensors), owner, confirm)
 
 
-def load_head(store: FeatureStore) -> Head:
+def load_head(store: FeatureStore | RollingStore) -> Head:
     """The head of the target that a store was made from, memory-mapped.
 
     Raises:
@@ -83,6 +85,13 @@ def load_head(store: FeatureStore) -> Head:
         )
     embedding = tensors["embedding"]
     return Head(embedding, tensors.get("lm_head", embedding), tensors["norm"])
+
+
+def head_bytes(target: Target) -> int:
+    """An upper bound of the size of a target's ``head.safetensors``."""
+    tied = target.model.get_output_embeddings().weight is target.embedding_weight
+    values = ((1 if tied else 2) * target.vocab_rows + 1) * target.hidden_size
+    return values * target.dtype.itemsize + _HEADER_BYTES
 
 
 @torch.no_grad()

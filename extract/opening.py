@@ -24,6 +24,7 @@ from drafttrain.data.store_format import (
     read_meta,
     write_meta,
 )
+from drafttrain.data.stream import Stream
 
 from .claims import Claim, ClaimLost, Claims
 from .config import ExtractConfig
@@ -70,7 +71,7 @@ def check_samples(table: SampleTable, target: Target, table_path: Path) -> None:
 def open_store(
     target: Target,
     config: ExtractConfig,
-    table: SampleTable,
+    table: SampleTable | Stream,
     claims: Claims,
     out_dir: Path,
     waiting: Callable[[dict[str, Claim]], None],
@@ -106,7 +107,11 @@ def open_store(
 
 
 def _make_or_compare(
-    target: Target, config: ExtractConfig, table: SampleTable, claims: Claims, out_dir: Path
+    target: Target,
+    config: ExtractConfig,
+    table: SampleTable | Stream,
+    claims: Claims,
+    out_dir: Path,
 ) -> StoreMeta:
     begun = read_meta(out_dir) if (out_dir / META_NAME).exists() else None
     head_path = out_dir / HEAD_NAME

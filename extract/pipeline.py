@@ -51,12 +51,19 @@ class ShardWriter:
         out_dir: its folder.
         claims: holds every shard that is begun; released once it is sealed or dropped.
         sealed: called with each shard once it is sealed, in the writing thread.
+        keep: whether a shard is still wanted; asked before each of its files gets its name.
     """
 
     def __init__(
-        self, meta: StoreMeta, out_dir: Path, claims: Claims, sealed: Callable[[Shard], None]
+        self,
+        meta: StoreMeta,
+        out_dir: Path,
+        claims: Claims,
+        sealed: Callable[[Shard], None],
+        keep: Callable[[Shard], bool] = lambda shard: True,
     ) -> None:
-        self._meta, self._out_dir, self._claims, self._sealed = meta, out_dir, claims, sealed
+        self._meta, self._out_dir, self._claims = meta, out_dir, claims
+        self._sealed, self._keep = sealed, keep
         self._open: dict[int, tuple[Shard, ShardBuffer, list[int]]] = {}
         self._features: Queue[_Filled | None] = Queue()
         self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue()
@@ -173,11 +180,19 @@ class ShardWriter:
 
     def _publish(self, shard: Shard, buffer: ShardBuffer) -> None:
         claims, unit = self._claims, shard.stem
+
+        def confirm() -> None:
+            if not self._keep(shard):
+                raise ClaimLost(unit)
+            claims.confirm(unit)
+
         try:
             with claims.writing(unit):
-                buffer.seal(self._out_dir, claims.owner, lambda: claims.confirm(unit))
+                confirm()
+                buffer.seal(self._out_dir, claims.owner, confirm)
         except ClaimLost:
-            _LOGGER.warning("%s was taken over by another worker and is dropped here", unit)
+            if self._keep(shard):
+                _LOGGER.warning("%s was taken over by another worker and is dropped here", unit)
             claims.drop(unit)
         else:
             claims.release(unit)

@@ -72,3 +72,8 @@ class ExtractionProgress:
         """Add to what this worker may have to do; less than 0 for what another one has done."""
         self._total += tokens
         self._bar.update(self._task, total=max(self._total, self._done))
+
+    def remaining(self, tokens: int) -> None:
+        """Replace what is left to do from here on."""
+        self._total = self._done
+        self.expect(tokens)

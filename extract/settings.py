@@ -5,6 +5,7 @@ Equal settings mean equal bytes; what differs is named by ``changed_settings``.
 
 from drafttrain.data.samples import SampleTable
 from drafttrain.data.store_format import StoreMeta, plan_shards
+from drafttrain.data.stream import Stream
 
 from .config import ExtractConfig
 from .taps import resolve_taps
@@ -12,14 +13,14 @@ from .target import Target
 
 
 def store_settings(
-    target: Target, config: ExtractConfig, table: SampleTable, head_checksum: str
+    target: Target, config: ExtractConfig, table: SampleTable | Stream, head_checksum: str
 ) -> StoreMeta:
     """The settings of the store that an extraction writes.
 
     Args:
         target: the frozen target.
         config: what to take and how to store it.
-        table: the samples.
+        table: the samples; a stream makes a rolling store.
         head_checksum: of ``head.safetensors``.
 
     Raises:
@@ -47,4 +48,5 @@ def store_settings(
         num_tokens=int(table.lengths.sum()),
         num_shards=len(plan_shards(table.lengths, config.shard_tokens)),
         head_checksum=head_checksum,
+        order_seed=table.seed if isinstance(table, Stream) else None,
     )

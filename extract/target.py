@@ -101,14 +101,18 @@ class Target:
         return self.model.get_output_embeddings()(hidden).float()
 
 
-def load_target(config: TargetConfig) -> Target:
+def load_target(config: TargetConfig, device: torch.device | None = None) -> Target:
     """Load and check the target of a recipe.
+
+    Args:
+        config: ``target:`` of the recipe.
+        device: where it goes; None means where the recipe says.
 
     Raises:
         TargetError: it is missing, of an unusable kind, incomplete, or contradicts itself.
     """
     folder, revision = resolve_folder(config)
-    device = _device(config)
+    device = device or _device(config)
     dtype: torch.dtype = getattr(torch, config.dtype)
     options: dict[str, Any] = {"local_files_only": True}
     try:

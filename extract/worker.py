@@ -23,6 +23,7 @@ from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.store_writer import is_sealed
+from drafttrain.data.stream import Stream
 
 from .claims import Claim, Claims
 from .config import ExtractConfig
@@ -66,7 +67,8 @@ def extract(target: Target, config: ExtractConfig, table_path: Path, out_dir: Pa
         DataError: the table is missing or damaged.
     """
     table = read_table(table_path)
-    _Worker(target, config, table, table_path, out_dir).run(Share(0, 1))
+    check_samples(table, target, table_path)
+    Worker(target, config, table, out_dir).run(Share(0, 1))
     return FeatureStore(out_dir, table.table_hash)
 
 
@@ -79,22 +81,24 @@ def extract_share(
         How many shards of the whole store were not sealed at the end.
     """
     table = read_table(table_path)
-    return _Worker(target, config, table, table_path, out_dir).run(share)
+    check_samples(table, target, table_path)
+    return Worker(target, config, table, out_dir).run(share)
 
 
-class _Worker:
-    """One worker's part in one store."""
+class Worker:
+    """One worker's part in one store.
+
+    Args:
+        target: the frozen target.
+        config: what to take and how to store it.
+        table: the samples, which were checked.
+        out_dir: the store's folder.
+    """
 
     def __init__(
-        self,
-        target: Target,
-        config: ExtractConfig,
-        table: SampleTable,
-        table_path: Path,
-        out_dir: Path,
+        self, target: Target, config: ExtractConfig, table: SampleTable | Stream, out_dir: Path
     ) -> None:
         resolve_taps(config.taps, target.num_layers)
-        check_samples(table, target, table_path)
         self._target, self._config, self._table, self._out_dir = target, config, table, out_dir
         self._shards = plan_shards(table.lengths, config.shard_tokens)
         self._pending: dict[int, Shard] = {}
@@ -105,10 +109,8 @@ class _Worker:
 
     def run(self, share: Share) -> int:
         """Do the share; return how many shards of the store are left to other workers."""
-        out_dir, config = self._out_dir, self._config
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with self._disk_full_explained(), Claims(out_dir, config.claim_expiry_s) as claims:
-            meta = open_store(self._target, config, self._table, claims, out_dir, self._wait)
+        out_dir = self._out_dir
+        with self._opened() as (meta, claims):
             todo = [shard for shard in self._shards if not is_sealed(out_dir, shard, meta)]
             claims.sweep(self._finished(todo))
             forecast(meta, todo, len(self._shards), out_dir)
@@ -123,6 +125,17 @@ class _Worker:
     def _finished(self, unsealed: list[Shard]) -> set[str]:
         """Units of work that nobody has to do any more."""
         return {STORE_UNIT, *(shard.stem for shard in self._shards)} - {s.stem for s in unsealed}
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[StoreMeta, Claims]]:
+        """The store's settings and this worker's claims on it."""
+        out_dir, config = self._out_dir, self._config
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with self._disk_full_explained(), Claims(out_dir, config.claim_expiry_s) as claims:
+            yield (
+                open_store(self._target, config, self._table, claims, out_dir, self._wait),
+                claims,
+            )
 
     @contextmanager
     def _disk_full_explained(self) -> Iterator[None]:
@@ -140,12 +153,12 @@ class _Worker:
     def _extract(self, meta: StoreMeta, claims: Claims) -> None:
         """Take shards while there are any, then wait for those of other workers."""
         engine = Engine(self._target, meta.taps, meta.codec, meta.final_hidden)
-        writer = ShardWriter(meta, self._out_dir, claims, self._sealed)
+        writer = ShardWriter(meta, self._out_dir, claims, self._sealed, self._keep)
         with self._progress as progress, engine:
             progress.expect(sum(shard.tokens for shard in self._pending.values()))
             started = time.monotonic()
             with writer:
-                while self._pending:
+                while self._unfinished():
                     taken: list[Shard] = []
                     groups = self._take(meta, claims, writer, taken)
                     for group, number, taps, final in engine.features(
@@ -153,7 +166,7 @@ class _Worker:
                     ):
                         writer.put(taken[group].index, number, taps, final)
                         progress.advance(len(taps))
-                    if not taken and writer.drain(self._poll_s) and self._pending:
+                    if not taken and writer.drain(self._poll_s) and self._unfinished():
                         self._wait(self._holders(claims))
         tokens, seconds = sum(s.tokens for s in self._done), time.monotonic() - started
         _LOGGER.info(
@@ -169,7 +182,7 @@ class _Worker:
         self, meta: StoreMeta, claims: Claims, writer: ShardWriter, taken: list[Shard]
     ) -> Iterator[list[npt.NDArray[np.int32]]]:
         """Token ids of every shard that is free, claimed and announced when it is asked for."""
-        for shard in list(self._pending.values()):
+        for shard in self._candidates():
             if is_sealed(self._out_dir, shard, meta):
                 self._seen_sealed(shard)
             elif claims.take(shard.stem):
@@ -178,12 +191,32 @@ class _Worker:
                     claims.release(shard.stem)
                     self._seen_sealed(shard)
                     continue
-                # Of a shard whose files were cut short.
-                (self._out_dir / shard.record).unlink(missing_ok=True)
+                if not self._admit(shard):
+                    claims.release(shard.stem)
+                    return
+                # Of a shard whose files were cut short, or whose writer died before its record.
+                for name in (shard.record, shard.parquet, shard.states):
+                    (self._out_dir / name).unlink(missing_ok=True)
                 samples = [self._table[i] for i in range(shard.first, shard.stop)]
                 writer.begin(shard, samples)
                 taken.append(shard)
                 yield [sample.input_ids for sample in samples]
+
+    def _unfinished(self) -> bool:
+        """Whether there is anything left to do or to wait for."""
+        return bool(self._pending)
+
+    def _candidates(self) -> Iterator[Shard]:
+        """Shards to take, in order."""
+        yield from list(self._pending.values())
+
+    def _admit(self, shard: Shard) -> bool:
+        """Whether a claimed shard may be begun now."""
+        return True
+
+    def _keep(self, shard: Shard) -> bool:
+        """Whether a shard that was begun is still wanted."""
+        return True
 
     def _seen_sealed(self, shard: Shard) -> None:
         """Cross off what another worker has done."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.batches import make_batch
-from drafttrain.data.order import global_batch
+from drafttrain.data.order import sample_at
 from drafttrain.data.samples import make_sample
 from drafttrain.data.store_format import plan_shards, write_meta
 from drafttrain.data.store_reader import FeatureStore
@@ -92,8 +92,9 @@ def read_epoch(store: FeatureStore, epoch: int, memory: list[float]) -> float:
     steps = len(store) // _BATCH
     begin = time.perf_counter()
     for step in range(epoch * steps, (epoch + 1) * steps):
-        pairs = global_batch(len(store), 0, step, _BATCH)
-        make_batch(store, pairs, seed=0, anchors=64, block_size=16, packing=False)
+        drawn = [sample_at(len(store), 0, p) for p in range(step * _BATCH, (step + 1) * _BATCH)]
+        samples = [(epoch, store.sample(index)) for epoch, index in drawn]
+        make_batch(samples, seed=0, anchors=64, block_size=16, packing=False)
         if step % max(1, steps // 5) == 0:
             memory.append(resident())
     return time.perf_counter() - begin

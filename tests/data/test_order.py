@@ -1,21 +1,21 @@
 """The order of training samples: seekable, a permutation per epoch, and nothing else decides it."""
 
-from drafttrain.data.order import epoch_order, global_batch
+from drafttrain.data.order import epoch_order, sample_at, stream_order
 
 
-def test_steps_walk_through_whole_epochs_without_a_gap():
-    pairs = [pair for step in range(25) for pair in global_batch(10, 3, step, 4)]
-    assert len(pairs) == 100
+def test_the_stream_walks_through_whole_epochs_without_a_gap():
+    pairs = [sample_at(10, 3, position) for position in range(100)]
     for epoch in range(10):
         assert sorted(index for e, index in pairs if e == epoch) == list(range(10))
     assert [e for e, _ in pairs] == sorted(e for e, _ in pairs)
+    assert [index for _, index in pairs[:37]] == stream_order(10, 3, 37).tolist()
 
 
-def test_a_step_is_the_same_whatever_was_asked_before():
+def test_a_position_is_the_same_whatever_was_asked_before():
     """(fault kind 62)"""
-    first = global_batch(1000, 0, 123, 8)
-    for step in (0, 500, 7):
-        global_batch(1000, 0, step, 8)
+    first = [sample_at(1000, 0, position) for position in range(984, 1016)]
+    for position in (0, 4000, 7):
+        sample_at(1000, 0, position)
     epoch_order.cache_clear()
-    assert global_batch(1000, 0, 123, 8) == first
-    assert global_batch(1000, 1, 123, 8) != first
+    assert [sample_at(1000, 0, position) for position in range(984, 1016)] == first
+    assert [sample_at(1000, 1, position) for position in range(984, 1016)] != first

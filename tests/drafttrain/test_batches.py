@@ -6,10 +6,9 @@ import torch
 from drafttrain.batches import make_batch
 from drafttrain.drafter.masks import NO_DOCUMENT
 
-from .drafter.factory import SampleList, make_sample
+from .drafter.factory import make_sample
 
-SAMPLES = SampleList([make_sample(20, seed=1), make_sample(33, seed=2), make_sample(9, seed=3)])
-PAIRS = [(0, 0), (0, 1), (2, 2)]
+SAMPLES = [(0, make_sample(20, seed=1)), (0, make_sample(33, seed=2)), (2, make_sample(9, seed=3))]
 
 
 def blocks(batch):
@@ -32,8 +31,8 @@ def blocks(batch):
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_packed_padded_and_rounded_batches_hold_the_same_blocks(multiple):
     arguments = {"seed": 4, "anchors": 6, "block_size": 4}
-    padded = make_batch(SAMPLES, PAIRS, **arguments, packing=False)
-    packed = make_batch(SAMPLES, PAIRS, **arguments, packing=True, multiple=multiple)
+    padded = make_batch(SAMPLES, **arguments, packing=False)
+    packed = make_batch(SAMPLES, **arguments, packing=True, multiple=multiple)
     assert blocks(padded).keys() == blocks(packed).keys() and len(blocks(padded)) == 18
     for key, (anchor, labels, supervised, taps) in blocks(padded).items():
         other = blocks(packed)[key]
@@ -49,7 +48,7 @@ def test_packed_padded_and_rounded_batches_hold_the_same_blocks(multiple):
 def test_taps_travel_as_they_are_stored_and_decode_to_the_samples_own(codec, packing):
     samples = [make_sample(20, seed=1, codec=codec), make_sample(33, seed=2, codec=codec)]
     arguments = {"seed": 4, "anchors": 6, "block_size": 4, "packing": packing, "multiple": 16}
-    batch = make_batch(SampleList(samples), [(0, 0), (0, 1)], **arguments)
+    batch = make_batch([(0, sample) for sample in samples], **arguments)
     for suffix, part in samples[0].encoded_taps.parts.items():
         assert batch.taps.parts[suffix].dtype == part.dtype
     for dtype in (None, torch.float32, torch.bfloat16):
@@ -63,8 +62,8 @@ def test_taps_travel_as_they_are_stored_and_decode_to_the_samples_own(codec, pac
 
 
 def test_labels_are_the_tokens_that_follow_the_anchor():
-    batch = make_batch(SAMPLES, [(0, 1)], seed=0, anchors=100, block_size=4, packing=False)
-    ids = SAMPLES.sample(1).input_ids
+    batch = make_batch(SAMPLES[1:2], seed=0, anchors=100, block_size=4, packing=False)
+    ids = SAMPLES[1][1].input_ids
     for place, position in enumerate(batch.layout.anchor_pos[0].tolist()):
         assert batch.anchor_ids[0, place] == ids[position]
         labels = batch.labels[0, place][batch.supervised[0, place]]

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,53 +17,12 @@ from drafttrain.data.samples import read_table
 from drafttrain.data.store_format import HEAD_NAME, plan_shards, write_meta
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.store_writer import ShardBuffer
-from drafttrain.launch import TRAIN_SCRIPT, free_port
-from drafttrain.metrics_log import read_metrics
 
 from .conftest import ENVIRONMENT, drafttrain, kill_group
+from .runs import copy_run, start_rank, trace, train_command
 
 pytestmark = pytest.mark.xdist_group("training")
 LAST = "step-000024"
-
-
-def train_command(recipe: Path, *overrides: str) -> list[str]:
-    return [sys.executable, str(TRAIN_SCRIPT), "--recipe", str(recipe), *overrides]
-
-
-def start_rank(recipe: Path, *overrides: str) -> subprocess.Popen:
-    """One rank in its own session, as a launcher starts it (without the launcher's import time)."""
-    rank = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    return subprocess.Popen(
-        train_command(recipe, *overrides),
-        env={**ENVIRONMENT, **rank},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def copy_run(extracted: Path, folder: Path, **train) -> Path:
-    """The extracted run under a new output folder; the stores are shared read-only by copy."""
-    recipe = yaml.safe_load(extracted.read_text())
-    shutil.copytree(recipe["output"], folder / "run")
-    recipe["output"] = str(folder / "run")
-    recipe["train"].update(train)
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-def trace(recipe: Path) -> list[tuple]:
-    """What must be equal between runs: loss, learning rate, gradient norm, samples of each step."""
-    lines = read_metrics(Path(yaml.safe_load(recipe.read_text())["output"]) / "metrics.jsonl")
-    return [(m["step"], m["loss"], m["lr"], m["grad_norm"], m["samples"]) for m in lines]
 
 
 def weights(recipe: Path, step: str = LAST) -> dict[str, torch.Tensor]:

@@ -75,16 +75,3 @@ def make_sample(
         ),
         final=None,
     )
-
-
-class SampleList:
-    """A feature store in memory: just enough for batches and replay."""
-
-    def __init__(self, samples: list[StoredSample]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def sample(self, index: int) -> StoredSample:
-        return self._samples[index]

@@ -8,7 +8,7 @@ from drafttrain.drafter.masks import layer_masks
 from drafttrain.drafter.parallel import block_embeddings, draft_anchors
 from drafttrain.drafter.session import DrafterSession
 
-from .factory import SampleList, drafter_config, make_drafter, make_head, make_sample
+from .factory import drafter_config, make_drafter, make_head, make_sample
 
 KINDS = [("ff", None), ("ss", 5), ("sf", 7), ("fs", 300)]
 
@@ -17,8 +17,7 @@ def training_logits(drafter, head, samples, *, packing, anchors=64):
     """{(sample, anchor): logits [B-1, V]} from the trainer's own batch and masks."""
     config = drafter.config
     batch = make_batch(
-        SampleList(samples),
-        [(0, i) for i in range(len(samples))],
+        [(0, sample) for sample in samples],
         seed=0,
         anchors=anchors,
         block_size=config.block_size,
