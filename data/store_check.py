@@ -66,7 +66,7 @@ class StoreCheck:
         """One line for head and plan, for each bad shard, and for all missing ones."""
         lines = [line for line in (self.head, self.plan) if line is not None]
         lines += [self.bad[index] for index in sorted(self.bad)]
-        if self.missing:
+        if self.missing and self.meta.order_seed is None:  # a rolling store has few at a time
             lines.append(
                 f"{self.folder}: {len(self.missing)} of {self.meta.num_shards} shards are missing"
                 f" ({name_shards(self.missing)}): extraction has not finished; {REMEDY}"
@@ -124,14 +124,16 @@ def check_store(folder: Path, trusted: Mapping[int, ShardRecord] | None = None) 
 
 def _judge(folder: Path, meta: StoreMeta, shard: Shard) -> ShardRecord | str | None:
     """A whole shard's record, what is wrong with a bad one, None for a missing one."""
-    if not (folder / shard.record).exists():
+    record = folder / shard.record
+    if not record.exists():
         return None
     try:
         return check_shard(folder, meta, shard.index)
     except StoreError as exc:
-        return str(exc)
+        problem = str(exc)
     except OSError as exc:  # a bad disk
-        return f"{folder / shard.states}: cannot be read ({exc}); {REPAIR}"
+        problem = f"{folder / shard.states}: cannot be read ({exc}); {REPAIR}"
+    return problem if record.exists() else None  # a rolling store's may go at any time
 
 
 def _head_problem(folder: Path, meta: StoreMeta) -> str | None:

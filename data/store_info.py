@@ -85,10 +85,13 @@ def summarise_store(folder: Path) -> StoreSummary:
         try:
             record = read_checked_record(folder, shard, meta)
             table = pq.read_table(folder / shard.parquet, columns=_COLUMNS, memory_map=False)
-        except StoreError as exc:
-            bad.append(str(exc))
-        except (pa.ArrowInvalid, OSError, KeyError) as exc:
-            bad.append(f"{folder / shard.parquet}: not readable ({exc})")
+        except (StoreError, pa.ArrowInvalid, OSError, KeyError) as exc:
+            if not (folder / shard.record).exists():  # a rolling store's may go at any time
+                missing.append(index)
+            elif isinstance(exc, StoreError):
+                bad.append(str(exc))
+            else:
+                bad.append(f"{folder / shard.parquet}: not readable ({exc})")
         else:
             records[index] = record
             tables.append(table)

@@ -76,6 +76,8 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
                 f"{folder} is not of the same extraction as {first} ({'; '.join(changed)}); nothing"
                 " was merged: merge only folders that one recipe wrote"
             )
+    if meta.order_seed is not None:
+        raise StoreError(f"{first} is a rolling store, whose shards come and go: nothing to merge")
     out.mkdir(parents=True, exist_ok=True)
     if not begun:
         write_meta(out, meta)

@@ -51,6 +51,11 @@ class Recipe(StrictModel):
         """The sample table of ``train`` or ``eval``."""
         return self.output / "samples" / f"{split}.parquet"
 
+    @property
+    def stored_splits(self) -> tuple[str, ...]:
+        """Splits whose features are stored as a whole."""
+        return SPLITS if self.extract.features == "stored" else ("eval",)
+
     def store(self, split: str) -> Path:
         """The feature store of ``train`` or ``eval``."""
         return (self.extract.store or self.output / "store") / split

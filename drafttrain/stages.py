@@ -89,7 +89,7 @@ def extract(recipe: Recipe, share: tuple[int, int] | None = None) -> None:
     quiet_libraries()
     target = load_target(recipe.target)
     rolling = _rolling_worker(recipe, target) if features == "rolling" else None
-    for split in SPLITS if features == "stored" else ("eval",):
+    for split in recipe.stored_splits:
         what = (target, recipe.extract, recipe.table(split), recipe.store(split))
         if share is None:
             extract_table(*what)

@@ -13,7 +13,7 @@ from drafttrain.data.store_info import summarise_store
 from drafttrain.data.store_merge import merge_stores
 
 from .messages import quiet_libraries, report_console, set_up_logging
-from .recipe import SPLITS, Recipe
+from .recipe import Recipe
 from .run_lock import hold_run
 from .store_view import show_summary
 
@@ -35,9 +35,16 @@ def verify(folder: Path, recipe: Recipe | None, tokens: int, seed: int) -> None:
         seed: which ones.
     """
     set_up_logging()
-    meta = verify_store(folder).meta
+    check = verify_store(folder)
+    meta, whole = check.meta, check.whole.values()
     log.info(
-        "%s: %d samples, %d tokens, all shards whole", folder, meta.num_samples, meta.num_tokens
+        "%s: %d samples, %d tokens, %s",
+        folder,
+        sum(record.num_samples for record in whole),
+        sum(record.num_tokens for record in whole),
+        "all shards whole"
+        if meta.order_seed is None
+        else f"all {len(whole)} shards whole that are there now (rolling)",
     )
     if recipe is None:
         return
@@ -46,34 +53,34 @@ def verify(folder: Path, recipe: Recipe | None, tokens: int, seed: int) -> None:
     from drafttrain.extract.target import load_target
 
     quiet_libraries()
-    check = check_states(load_target(recipe.target), FeatureStore(folder), tokens, seed)
+    states = check_states(load_target(recipe.target), FeatureStore(folder), tokens, seed)
     table = Table(
         "state",
         "lowest cosine",
         "largest relative error",
         box=box.SIMPLE_HEAD,
-        title=f"{check.tokens} tokens computed again ({meta.target_dtype} target, {meta.codec}"
-        f" store: at least {COSINE}, at most {check.tolerance:g})",
+        title=f"{states.tokens} tokens computed again ({meta.target_dtype} target, {meta.codec}"
+        f" store: at least {COSINE}, at most {states.tolerance:g})",
     )
-    for name, cosine in check.cosine.items():
-        table.add_row(name, f"{cosine:.6f}", f"{check.error[name]:.2e}")
+    for name, cosine in states.cosine.items():
+        table.add_row(name, f"{cosine:.6f}", f"{states.error[name]:.2e}")
     report_console.print(table)
-    if check.bad:
-        raise StoreError("\n".join(check.bad.values()))
+    if states.bad:
+        raise StoreError("\n".join(states.bad.values()))
 
 
 def repair(recipe: Recipe, tokens: int) -> None:
-    """``drafttrain store repair``: extract again exactly what is bad, in both splits."""
+    """``drafttrain store repair``: extract again exactly what is bad, in every whole store."""
     from drafttrain.extract.repair import repair as repair_store
     from drafttrain.extract.target import load_target
 
     quiet_libraries()
     load = functools.cache(lambda: load_target(recipe.target))
-    for split in SPLITS:
+    for split in recipe.stored_splits:
         if not recipe.store(split).is_dir():
             raise StoreError(f"{recipe.store(split)} does not exist: run `drafttrain extract`")
     with hold_run(recipe.output, "repairing"):
-        for split in SPLITS:
+        for split in recipe.stored_splits:
             folder = recipe.store(split)
             found = repair_store(load, recipe.extract, recipe.table(split), folder, tokens)
             log.info("%s: %s", folder, f"{len(found)} faults repaired" if found else "whole")

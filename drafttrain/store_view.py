@@ -6,6 +6,7 @@ from rich.console import Group as Screen
 from rich.console import RenderableType
 from rich.table import Table
 
+from drafttrain.data.consumers import read_consumers
 from drafttrain.data.sizes import human_bytes
 from drafttrain.data.store_check import name_shards
 from drafttrain.data.store_info import StoreSummary
@@ -48,7 +49,11 @@ def _settings(summary: StoreSummary) -> Table:
         f" ({human_bytes(meta.bytes_per_token())} a token), without the head",
         "sample table": meta.table_hash,
     }
-    if summary.missing:
+    if meta.order_seed is not None:
+        rows["rolling"] = f"in the training order of seed {meta.order_seed}, shards come and go"
+        for name, consumer in read_consumers(summary.folder).items():
+            rows[f"read by {name}"] = f"{consumer.position:,} of {consumer.until:,} samples"
+    elif summary.missing:
         rows["missing"] = name_shards(summary.missing)
     if not summary.head:
         rows["head"] = "head.safetensors is missing"

@@ -51,6 +51,7 @@ class RollingWorker(Worker):
         super().__init__(target, config, stream, out_dir)
         meta = store_settings(target, config, stream, "")
         self._window = Window(meta, self._shards, config.budget_bytes, head_bytes(target), step)
+        self._window.check()
         self._claims: Claims
         self._position = 0
 

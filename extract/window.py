@@ -37,24 +37,33 @@ class Window:
         head_bytes: of them for the head.
         step: positions that a training step needs at the same time.
 
-    Raises:
-        StoreError: the budget does not hold what one step needs; says how much does.
+    Attributes:
+        shards: as given.
+        room: bytes for shards.
+        least: the smallest budget that holds what one step needs.
     """
 
     def __init__(
         self, meta: StoreMeta, shards: Sequence[Shard], budget: int, head_bytes: int, step: int
     ) -> None:
-        self.shards = shards
+        self.shards, self._budget = shards, budget
         self._first = np.array([shard.first for shard in shards])
         self._tokens = np.cumsum([0] + [shard.tokens for shard in shards])
         self._ends = np.cumsum([0] + [largest_bytes(meta, shard) for shard in shards])
         fixed = head_bytes + _SMALL_FILES
         self.room = budget - fixed
-        needed = fixed + self._widest_step(step)
-        if budget < needed:
+        self.least = fixed + self._widest_step(step)
+
+    def check(self) -> None:
+        """Refuse a budget that does not hold what one step needs.
+
+        Raises:
+            StoreError: says how much does.
+        """
+        if self._budget < self.least:
             raise StoreError(
-                f"extract.budget {human_bytes(budget)} is too small: the head and the shards of one"
-                f" training step take up to {human_bytes(needed)}; raise it, or lower"
+                f"extract.budget {human_bytes(self._budget)} is too small: the head and the shards"
+                f" of one training step take up to {human_bytes(self.least)}; raise it, or lower"
                 " extract.shard_tokens or train.global_batch"
             )
 

@@ -12,10 +12,13 @@ import torch
 
 from drafttrain.checkpoint import state_bytes
 from drafttrain.data.samples import SampleTable
+from drafttrain.data.store_format import plan_shards
+from drafttrain.data.stream import Stream
 from drafttrain.drafter.model import Drafter
 from drafttrain.drafter.resolve import resolve_config
 from drafttrain.extract.config import ExtractConfig
 from drafttrain.extract.plan import TargetShape, store_bytes, store_layout
+from drafttrain.extract.window import Window
 from drafttrain.recipe import Recipe
 
 
@@ -64,14 +67,25 @@ class RunNeeds:
         return self.stores(extract, samples) + self.checkpoints(extract, samples).bytes
 
     def stores(self, extract: ExtractConfig, samples: int | None = None) -> int:
-        """Bytes of both stores with their heads."""
-        tokens = {split: int(table.lengths.sum()) for split, table in self.tables.items()}
-        tokens["train"] = int(self.tables["train"].lengths[:samples].sum())
-        return sum(
-            store_bytes(store_layout(self.shape, extract, table), tokens[split])
-            + self.shape.head_bytes()
-            for split, table in self.tables.items()
-        )
+        """Bytes of the stores with their heads; of a rolling one, its budget."""
+        return sum(self.store(extract, split, samples) for split in self.tables)
+
+    def store(self, extract: ExtractConfig, split: str, samples: int | None = None) -> int:
+        """Bytes of one store with its head at its fullest; 0 where there is none."""
+        table = self.tables[split]
+        if split == "train" and extract.features != "stored":
+            return 0 if extract.features == "online" else extract.budget_bytes
+        lengths = table.lengths[:samples] if split == "train" else table.lengths
+        layout = store_layout(self.shape, extract, table)
+        return store_bytes(layout, int(lengths.sum())) + self.shape.head_bytes()
+
+    def least_budget(self, extract: ExtractConfig) -> int:
+        """The smallest ``extract.budget`` of a rolling training store."""
+        table, step = self.tables["train"], self.recipe.train.global_batch
+        stream = Stream(table, self.recipe.seed, self.recipe.train.steps(len(table)) * step)
+        shards = plan_shards(stream.lengths, extract.shard_tokens)
+        layout = store_layout(self.shape, extract, table)
+        return Window(layout, shards, 0, self.shape.head_bytes(), step).least
 
     def checkpoints(
         self, extract: ExtractConfig | None = None, samples: int | None = None

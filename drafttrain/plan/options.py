@@ -79,4 +79,35 @@ def _fewer_samples(needs: RunNeeds, room: int) -> Iterator[Proposal]:
     )
 
 
-OPTIONS: tuple[Option, ...] = (_codec, _no_final, _fewer_taps, _fewer_samples)
+def _rolling(needs: RunNeeds, room: int) -> Iterator[Proposal]:
+    """The largest budget that fits, or the least that works."""
+    extract = needs.recipe.extract
+    if extract.features == "online":
+        return
+    online = needs.total(extract.model_copy(update={"features": "online", "budget": None}))
+    least = needs.least_budget(extract)
+    # In whole units that a recipe may hold, and no larger than the store that it replaces.
+    most = min(max(least, room - online), needs.store(extract, "train"))
+    budget = f"{most // 1000}KB" if most // 1000 * 1000 >= least else f"{most}B"
+    rolling = extract.model_copy(update={"features": "rolling", "budget": budget})
+    size = needs.total(rolling)
+    if size < needs.total(extract):
+        yield Proposal(f"extract.features=rolling extract.budget={budget}", size, size <= room)
+
+
+def _online(needs: RunNeeds, room: int) -> Iterator[Proposal]:
+    extract = needs.recipe.extract
+    if extract.features != "online":
+        online = extract.model_copy(update={"features": "online", "budget": None})
+        size = needs.total(online)
+        yield Proposal("extract.features=online", size, size <= room)
+
+
+OPTIONS: tuple[Option, ...] = (
+    _codec,
+    _no_final,
+    _fewer_taps,
+    _fewer_samples,
+    _rolling,
+    _online,
+)

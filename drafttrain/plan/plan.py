@@ -11,16 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.data.consumers import read_consumers
 from drafttrain.data.errors import DataError, StoreError
 from drafttrain.data.files import write_json
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.sizes import human_bytes
-from drafttrain.extract.plan import plan_store, read_shape
+from drafttrain.extract.plan import StorePlan, plan_store, read_shape
+from drafttrain.features import training_stream
 from drafttrain.recipe import SPLITS, Recipe
 
 from .needs import RunNeeds
 from .options import Proposal, propose
-from .space import Limit, limits_of
+from .space import Limit, folder_bytes, limits_of
 from .stage_plan import Rate, StagePlan, plan_stages
 
 
@@ -113,19 +115,44 @@ def make_plan(recipe: Recipe, rates: dict[str, Rate], devices: int, space: int |
 
     Raises:
         DataError: the sample tables are not finished.
-        StoreError: a store of other settings is in the way, or damaged.
+        StoreError: a store of other settings is in the way, or damaged, or the budget of a rolling
+            one is too small.
         TargetError: the target's configuration cannot be read, or the taps do not fit it.
     """
     tables = finished_tables(recipe)
     shape = read_shape(recipe.target)
     stores = {
         split: plan_store(shape, recipe.extract, tables[split], recipe.store(split))
-        for split in SPLITS
+        for split in recipe.stored_splits
     }
     needs = RunNeeds(recipe, shape, tables)
+    if recipe.extract.features == "rolling":
+        least = needs.least_budget(recipe.extract)
+        stores = {"train": _rolling_store(recipe, tables["train"], least), **stores}
     stages = plan_stages(recipe, tables, stores, needs.checkpoints(), rates, devices)
     limits = limits_of(recipe.output, space)
     plan = Plan(stages, limits, [])
     if plan.fits:
         return plan
     return Plan(stages, limits, propose(needs, limits[0].bytes + plan.reusable))
+
+
+def _rolling_store(recipe: Recipe, table: SampleTable, least: int) -> StorePlan:
+    """A rolling store: every epoch through the target, never more on the disk than the budget."""
+    budget, folder = recipe.extract.budget_bytes, recipe.store("train")
+    if budget < least:
+        raise StoreError(
+            f"extract.budget {human_bytes(budget)} is too small: one training step needs"
+            f" {human_bytes(least)}; raise it, or lower extract.shard_tokens or train.global_batch"
+        )
+    stream = training_stream(recipe, table)
+    consumers = read_consumers(folder).values()
+    position = min((consumer.position for consumer in consumers), default=0)
+    present = folder_bytes(folder)
+    return StorePlan(
+        tokens=int(stream.lengths.sum()),
+        tokens_done=int(stream.lengths[:position].sum()),
+        bytes_done=present,
+        bytes_left=max(0, budget - present),
+        files=sum(path.is_file() for path in folder.glob("*")),
+    )

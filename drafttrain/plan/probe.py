@@ -49,11 +49,12 @@ def measure_rates(
     with hold_run(recipe.output, "probing"):
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed probe
         try:
-            small = recipe.model_copy(update={"output": folder})
+            whole = recipe.extract.model_copy(update={"features": "stored", "store": None})
+            small = recipe.model_copy(update={"output": folder, "extract": whole})
             target = load_target(recipe.target)
             extracted = probe_extraction(
                 target,
-                recipe.extract,
+                small.extract,
                 table,
                 (small.table("train").parent, small.store("train")),
                 seconds,
@@ -78,6 +79,11 @@ def _training_rate(
     overrides = (
         *overrides,
         f"output={folder}",
+        # The probe reads a whole little store, wherever the run's own states come from.
+        "extract.features=stored",
+        "extract.budget=null",
+        "extract.store=null",
+        "extract.consumers=1",
         f"train.global_batch={share * ranks}",
         f"train.epochs={share * ranks}",  # so that the few samples make a step
     )

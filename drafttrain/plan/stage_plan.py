@@ -11,7 +11,7 @@ from drafttrain.acceptance.tree import methods_of
 from drafttrain.checkpoint import find_complete, step_of
 from drafttrain.data.samples import SampleTable
 from drafttrain.extract.plan import StorePlan
-from drafttrain.recipe import SPLITS, Recipe
+from drafttrain.recipe import Recipe
 
 from .needs import CheckpointNeeds
 from .space import folder_bytes
@@ -74,14 +74,13 @@ def plan_stages(
     Args:
         recipe: of the run.
         tables: sample table per split.
-        stores: what is sealed and what is left, per split.
+        stores: what is sealed and what is left, per split that is stored.
         checkpoints: of the whole run.
         rates: of ``extract``, ``train``, ``replay`` and ``live``; what is missing is unknown.
         devices: GPUs that extract and train; live decoding is one process.
     """
     rows = [_prepared(recipe, tables)]
-    for split in SPLITS:
-        store = stores[split]
+    for split, store in stores.items():
         rows.append(
             StagePlan(
                 f"extract {split}",
@@ -130,7 +129,7 @@ def _training(
             present,
             max(0, needs.bytes - present) if done < steps else 0,
             needs.count * _FILES_PER_DRAFTER,
-            rates.get("train"),
+            _training_rate(recipe, rates),
             devices,
         ),
         StagePlan(
@@ -141,6 +140,15 @@ def _training(
             devices=devices,
         ),
     ]
+
+
+def _training_rate(recipe: Recipe, rates: dict[str, Rate]) -> Rate | None:
+    """Tokens per second of a training step, the target's forward included where it is online."""
+    train, extract = rates.get("train"), rates.get("extract")
+    if recipe.extract.features != "online" or train is None or extract is None:
+        return None if recipe.extract.features == "online" else train
+    both = 1 / (1 / train.tokens_per_s + 1 / extract.tokens_per_s)
+    return Rate(both, train.source)
 
 
 def _live(recipe: Recipe, table: SampleTable, rates: dict[str, Rate]) -> StagePlan:

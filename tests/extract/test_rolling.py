@@ -2,120 +2,49 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from rich.console import Console
 
 from drafttrain.data.consumers import Consumer, read_consumers, report_consumer
 from drafttrain.data.errors import StoreError
 from drafttrain.data.rolling_reader import RollingStore
 from drafttrain.data.samples import read_table
-from drafttrain.data.store_format import HEAD_NAME
+from drafttrain.data.store_check import verify_store
+from drafttrain.data.store_format import HEAD_NAME, plan_shards
+from drafttrain.data.store_info import summarise_store
+from drafttrain.data.store_merge import merge_stores
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.stream import Stream
-from drafttrain.extract.rolling import rolling_worker
+from drafttrain.extract.owners import new_owner
 from drafttrain.extract.window import Window
 from drafttrain.extract.worker import extract
+from drafttrain.store_view import show_summary
 
 from .factory import CONFIG, LENGTHS, make_table, make_target
-
-EPOCHS, STEP, SEED = 9, 4, 5
-POSITIONS = EPOCHS * len(LENGTHS)
-BUDGET = 160_000  # the head, 32 KB of small files, and three of 63 shards
-ROLLING = CONFIG.model_copy(
-    update={"features": "rolling", "budget": f"{BUDGET}B", "claim_expiry_s": 2}
+from .rolling import (
+    BUDGET,
+    POSITIONS,
+    ROLLING,
+    SEED,
+    STEP,
+    Extraction,
+    Watch,
+    assert_same,
+    opened,
+    read_all,
+    reader,
+    roll,
+    shards_in,
+    wait_until,
 )
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory, target) -> Path:
     return make_table(tmp_path_factory.mktemp("table") / "train.parquet", LENGTHS)
-
-
-def roll(target, config, table: Path, folder: Path, positions: int = POSITIONS) -> None:
-    rolling_worker(target, config, table, folder, seed=SEED, positions=positions, step=STEP).roll()
-
-
-STARTED: list["Extraction"] = []
-
-
-class Extraction(threading.Thread):
-    """Extraction in the background, as another process would run it."""
-
-    def __init__(self, target, table: Path, folder: Path, **changes) -> None:
-        super().__init__(daemon=True)
-        self._run = (target, ROLLING.model_copy(update=changes), table, folder)
-        self.failure: BaseException | None = None
-        STARTED.append(self)
-        self.start()
-
-    def run(self) -> None:
-        try:
-            roll(*self._run)
-        except BaseException as exc:
-            self.failure = exc
-
-    def finish(self) -> None:
-        self.join(60)
-        assert not self.is_alive() and self.failure is None, self.failure
-
-
-class Watch(threading.Thread):
-    """The largest size that a folder was seen with."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(daemon=True)
-        self.folder, self.largest, self.samples, self.ended = folder, 0, 0, False
-        self.start()
-
-    def run(self) -> None:
-        while not self.ended:
-            total = 0
-            for path in self.folder.glob("*"):
-                try:
-                    total += path.stat().st_size
-                except FileNotFoundError:
-                    total += 0
-            self.largest, self.samples = max(self.largest, total), self.samples + 1
-            time.sleep(0.002)
-
-    def stop(self) -> int:
-        self.ended = True
-        self.join()
-        assert self.samples > 20
-        return self.largest
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"nothing happened for a minute: {STARTED[-1].failure}"
-        time.sleep(0.02)
-
-
-def reader(folder: Path, table: Path, name: str = "run", positions: int = POSITIONS):
-    stream = Stream(read_table(table), SEED, positions)
-    return RollingStore(folder, stream, "drafttrain extract", name, "")
-
-
-def opened(folder: Path, table: Path, name: str = "run") -> RollingStore:
-    wait_until(lambda: (folder / "store.json").exists())
-    return reader(folder, table, name)
-
-
-def read_all(store: RollingStore, begin: int = 0, end: int = POSITIONS) -> list:
-    found = []
-    for start in range(begin, end, STEP):
-        positions = range(start, start + STEP)
-        store.wait(positions)
-        for position in positions:
-            sample = store.sample(position)
-            found.append((sample.sample_id, sample.taps.clone(), sample.final.clone()))
-        store.release(start + STEP)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +55,6 @@ def expected(tmp_path_factory, target, table) -> list:
     by_id = {store.index(i).sample_id: i for i in range(len(store))}
     samples = [store.sample(by_id[order[p].sample_id]) for p in range(POSITIONS)]
     return [(sample.sample_id, sample.taps, sample.final) for sample in samples]
-
-
-def assert_same(found: list, expected: list) -> None:
-    assert [entry[0] for entry in found] == [entry[0] for entry in expected]
-    for (_, taps, final), (_, wanted, wanted_final) in zip(found, expected, strict=True):
-        assert torch.allclose(taps, wanted, atol=1e-4, rtol=1e-4)
-        assert torch.allclose(final, wanted_final, atol=1e-4, rtol=1e-4)
-
-
-def shards_in(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("shard-*.json"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -224,8 +142,8 @@ def test_nothing_is_released_before_all_consumers_have_come(target, table, tmp_p
     read_all(opened(tmp_path, table, "one"), end=4)
     time.sleep(0.3)
     assert "shard-00000" in shards_in(tmp_path)
-    report_consumer(tmp_path, "one", Consumer(POSITIONS, POSITIONS), "")
-    report_consumer(tmp_path, "two", Consumer(POSITIONS, POSITIONS), "")
+    report_consumer(tmp_path, "one", Consumer(POSITIONS, POSITIONS), new_owner())
+    report_consumer(tmp_path, "two", Consumer(POSITIONS, POSITIONS), new_owner())
     extraction.finish()
 
 
@@ -263,7 +181,7 @@ def test_a_damaged_shard_is_an_error_and_not_a_wait(target, table, tmp_path):
     path.write_bytes(content)
     with pytest.raises(StoreError, match=r"shard-00001\.safetensors.*have changed"):
         read_all(store)
-    report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), "")
+    report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), new_owner())
     extraction.finish()
 
 
@@ -272,12 +190,37 @@ def test_the_window_of_the_tests_is_small(target, table, tmp_path):
     extraction = Extraction(target, table, tmp_path)
     store = opened(tmp_path, table)
     stream = Stream(read_table(table), SEED, POSITIONS)
-    from drafttrain.data.store_format import plan_shards
-
     shards = plan_shards(stream.lengths, store.meta.shard_tokens)
     head = (tmp_path / HEAD_NAME).stat().st_size
     window = Window(store.meta, shards, BUDGET, head, STEP)
     sizes = [len(window.at(position)) for position in range(POSITIONS)]
     assert max(sizes) <= len(shards) // 5 and np.mean(sizes) >= 2
-    report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), "")
+    report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), new_owner())
+    extraction.finish()
+
+
+def test_verify_and_info_know_that_shards_come_and_go(target, table, tmp_path):
+    extraction = Extraction(target, table, tmp_path)
+    store = opened(tmp_path, table)
+    read_all(store, end=8)
+
+    def settled() -> bool:
+        there = shards_in(tmp_path)
+        return len(there) > 1 and there[0] > "shard-00000" and not any(tmp_path.glob("*.claim"))
+
+    wait_until(settled)
+    check = verify_store(tmp_path)
+    assert check.whole and 0 not in check.whole
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(show_summary(summarise_store(tmp_path)))
+    assert "in the training order of seed 5" in shown.get()
+    assert f"of {POSITIONS} samples" in shown.get() and "missing" not in shown.get()
+    with pytest.raises(StoreError, match="is a rolling store, whose shards come and go"):
+        merge_stores(tmp_path / "merged", [tmp_path])
+    path = max(tmp_path.glob("shard-*.safetensors"))  # the window ends there
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match=path.name):
+        verify_store(tmp_path)
+    report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), new_owner())
     extraction.finish()

@@ -29,10 +29,11 @@ def test_a_window_is_the_longest_run_that_fits_from_the_position_on(meta, data, 
     sizes = [largest_bytes(meta, shard) for shard in shards]
     step = data.draw(st.integers(1, 8))
     with pytest.raises(StoreError) as refused:
-        Window(meta, shards, 1, HEAD, step)
+        Window(meta, shards, 1, HEAD, step).check()
     assert "one training step" in str(refused.value)
     budget = (32 << 10) + HEAD + max(sizes) * (step + 1) + data.draw(st.integers(0, 99_999))
     window = Window(meta, shards, budget, HEAD, step)
+    window.check()
     last = -1
     for position in range(len(lengths)):
         found = window.at(position)
@@ -56,9 +57,9 @@ def test_a_window_is_the_longest_run_that_fits_from_the_position_on(meta, data, 
 def test_the_refusal_names_a_budget_that_is_enough(meta):
     shards = plan_shards([40] * 30, 64)
     needed = HEAD + (32 << 10) + 3 * largest_bytes(meta, shards[0])
-    Window(meta, shards, needed, HEAD, 3)
+    Window(meta, shards, needed, HEAD, 3).check()
     with pytest.raises(StoreError, match=r"take up to \d+\.\d KB; raise it, or lower"):
-        Window(meta, shards, needed - 1, HEAD, 3)
+        Window(meta, shards, needed - 1, HEAD, 3).check()
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "fp8"])

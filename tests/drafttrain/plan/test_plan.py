@@ -88,6 +88,8 @@ def test_too_little_space_names_every_option_with_its_bytes(tmp_path):
     assert "extract.final_hidden=false (fits)" in text
     assert "extract.taps=2 (fits)" in text
     assert "23 of 24 training samples (data.train.N.limit) (fits)" in text
+    assert "extract.features=rolling extract.budget=" in text
+    assert "extract.features=online (fits)" in text
     assert "left of --space" in text
 
 
@@ -174,3 +176,41 @@ def test_large_numbers_stay_on_the_screen():
     for cell in ("4.00 G", "100.0 TB", "223.0 TB", "1,091,536", "≥ 46.28", "≥ 5 h 47 min"):
         assert cell in text
     assert "…" not in text
+
+
+def test_rolling_and_online_are_proposed_and_take_what_was_named(tmp_path):
+    recipe = make_run(tmp_path, extract={"shard_tokens": 64})
+    whole = make_plan(recipe, {}, 1, None)
+    prepared = whole.stages[0].bytes_done
+    # The store itself is smaller than what bounds reserve for tiny shards: take a larger one.
+    budget = make_plan(recipe, {}, 1, None).bytes_left * 3
+    rolling = {"features": "rolling", "budget": f"{budget}B"}
+    plan = planned_in(10**9, recipe, **rolling)
+    stages = stages_of(plan)
+    assert stages["extract train"].bytes_left == budget
+    assert stages["extract train"].tokens == 2 * sum(TRAIN)  # both epochs
+    assert stages["extract eval"].tokens == sum(EVAL)
+    with pytest.raises(StoreError, match=r"extract\.budget 1\.0 KB is too small"):
+        planned_in(10**9, recipe, features="rolling", budget="1KB")
+    online = planned_in(10**9, recipe, features="online")
+    assert "extract train" not in stages_of(online)
+    gone = whole.stages[1].bytes_left
+    assert online.bytes_left == whole.bytes_left - gone
+    (proposed,) = [
+        p
+        for p in planned_in(prepared + whole.bytes_left - 1, recipe).proposals
+        if p.change == "extract.features=online"
+    ]
+    assert proposed.fits and proposed.bytes == online.bytes_left
+
+
+def test_online_training_takes_the_time_of_target_and_drafter(tmp_path):
+    recipe = make_run(tmp_path)
+    online = recipe.model_copy(
+        update={"extract": recipe.extract.model_copy(update={"features": "online"})}
+    )
+    rates = {"extract": Rate(2.0, "given"), "train": Rate(2.0, "given")}
+    stages = stages_of(make_plan(online, rates, 1, None))
+    assert stages["train"].gpu_hours == pytest.approx(2 * sum(TRAIN) / 1.0 / 3600)
+    only = stages_of(make_plan(online, {"train": Rate(2.0, "given")}, 1, None))
+    assert only["train"].gpu_hours is None
