@@ -55,6 +55,8 @@ def _generate(
     for row, prompt in enumerate(batch):
         ids[row, width - len(prompt.prompt_ids) :] = torch.tensor(prompt.prompt_ids)
         mask[row, width - len(prompt.prompt_ids) :] = 1
+    # Of a spread model whose embedding waits elsewhere; its hooks move what goes in.
+    device = "cpu" if model.device.type == "meta" else model.device
     sampling: dict[str, Any] = {"do_sample": False}
     if config.temperature > 0:
         sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0}
@@ -62,8 +64,8 @@ def _generate(
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             max_new_tokens=config.max_new_tokens,
             eos_token_id=stop_ids,
             pad_token_id=pad,

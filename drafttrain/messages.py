@@ -35,6 +35,8 @@ def quiet_libraries() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    # It warns where a spread target's weights are; load_target says it in full.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         # Transformers imports DeepSpeed where it is installed, which warns if this is unset.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

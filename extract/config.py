@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from drafttrain.data.config import StrictModel
 from drafttrain.data.sizes import parse_bytes
@@ -15,9 +15,34 @@ class TargetConfig(StrictModel):
     path: str = Field(min_length=1, description="a local folder or a hub id")
     revision: str | None = Field(default=None, description="hub revision; needs a hub id")
     dtype: Literal["float32", "bfloat16", "float16"]
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: cuda where there is one, else cpu"
+    device: Literal["auto", "cpu", "cuda", "spread"] = Field(
+        default="auto",
+        description="auto: cuda where there is one, else cpu; spread: over all GPUs, then memory,"
+        " then the target's own files",
     )
+    max_memory: dict[int | str, str] | None = Field(
+        default=None,
+        min_length=1,
+        description="of a spread target: sizes for its weights, such as {0: 60GB, cpu: 100GB};"
+        " unset takes what is free",
+    )
+
+    @field_validator("max_memory")
+    @classmethod
+    def _sizes_of_devices(cls, given: dict[int | str, str] | None) -> dict[int | str, str] | None:
+        found: dict[int | str, str] = {}
+        for device, size in (given or {}).items():
+            parse_bytes(size)
+            if device != "cpu" and not str(device).isdecimal():
+                raise ValueError(f"'{device}' is neither the number of a GPU nor 'cpu'")
+            found[device if device == "cpu" else int(device)] = size
+        return found or None
+
+    @model_validator(mode="after")
+    def _only_if_spread(self) -> "TargetConfig":
+        if self.max_memory is not None and self.device != "spread":
+            raise ValueError(f"max_memory has no effect with device '{self.device}': write spread")
+        return self
 
 
 class ExtractConfig(StrictModel):

@@ -171,7 +171,7 @@ class Engine:
                 for place, sample in enumerate(samples):
                     ids[place, : len(sample)] = torch.from_numpy(sample.astype(np.int64))
                 final = run_plain(target, ids.to(target.device, non_blocking=True))
-        kept = self._codecs["taps"].encoded(self._recorder.collect())
+        kept = self._codecs["taps"].encoded(self._recorder.collect().to(target.device))
         kept_final = None if final is None else self._codecs["final"].encoded(final)
         leaving = self._leaving
         if leaving is None:

@@ -24,6 +24,7 @@ from drafttrain.data.store_format import REPAIR
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.tensor_map import map_tensors
 
+from .spread import own_weights
 from .target import Target
 
 _EMBED_ROWS = 8192
@@ -96,7 +97,7 @@ def head_bytes(target: Target) -> int:
 
 @torch.no_grad()
 def capture_head(target: Target) -> Head:
-    """Take the head from a target and prove that it reproduces the target's logits.
+    """Take the head from a target, to the CPU, and prove that it reproduces the target's logits.
 
     Raises:
         TargetError: the logits are not ``lm_head @ final hidden`` (soft cap, scale, bias, or a
@@ -104,11 +105,17 @@ def capture_head(target: Target) -> Head:
     """
     _check_logits(target)
     ids = torch.arange(target.vocab_rows, device=target.device)
-    embedding = torch.cat([target.embed(part) for part in ids.split(_EMBED_ROWS)])
-    lm_head = target.model.get_output_embeddings().weight.detach()
+    embedding = torch.cat([target.embed(part).cpu() for part in ids.split(_EMBED_ROWS)])
+    lm_head = _weight(target.model.get_output_embeddings()).cpu()
     tied = torch.equal(embedding, lm_head)
-    norm = target.norm.get_parameter("weight").detach()
+    norm = _weight(target.norm).cpu()
     return Head(embedding, embedding if tied else lm_head, norm)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """The weight of a module, also of one that loads it for each call only."""
+    with own_weights(module):
+        return module.get_parameter("weight").detach()
 
 
 def _check_logits(target: Target) -> None:
@@ -121,15 +128,18 @@ def _check_logits(target: Target) -> None:
     config = target.model.config.get_text_config()
     causes = {k: getattr(config, k) for k in _KNOWN_CAUSES if getattr(config, k, None) is not None}
     named = f" (its configuration has {causes})" if causes else ""
-    if getattr(output, "bias", None) is not None and bool(output.bias.any()):
-        raise TargetError(
-            f"{target.name}: its LM head has a bias, which drafters of serving engines cannot use"
-        )
+    with own_weights(output):
+        weight, bias = output.weight.detach(), getattr(output, "bias", None)
+        if bias is not None and bool(bias.any()):
+            raise TargetError(
+                f"{target.name}: its LM head has a bias, which drafters of serving engines cannot"
+                " use"
+            )
     tolerance = _TOLERANCE[target.dtype]
     step = max(1, target.vocab_rows // _PROBE_TOKENS)
     ids = torch.arange(0, target.vocab_rows, step, device=target.device)[None, :_PROBE_TOKENS]
-    final = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
-    natural = F.linear(final, output.weight).float()
+    final = target.decoder(input_ids=ids, use_cache=False).last_hidden_state.to(weight.device)
+    natural = F.linear(final, weight).float()
     if not torch.isfinite(natural).all():
         raise TargetError(
             f"{target.name}: its logits on a probe are NaN or infinite in {target.dtype}; use the"
@@ -137,11 +147,11 @@ def _check_logits(target: Target) -> None:
         )
     for factor in (1.0, _PROBE_LOGIT / float(natural.abs().max())):
         with _scaled_input(output, factor):
-            real = target.model(input_ids=ids, use_cache=False).logits.float()
-        ours = F.linear(final * factor, output.weight).float()
+            real = target.model(input_ids=ids, use_cache=False).logits.float().to(weight.device)
+        ours = F.linear(final * factor, weight).float()
         if _same(real, ours, tolerance):
             continue
-        normed = F.linear(target.norm(final), output.weight).float()
+        normed = F.linear(target.norm(final).to(weight.device), weight).float()
         if factor == 1.0 and _same(real, normed, tolerance):
             raise TargetError(
                 f"{target.name}: its last hidden state is before the final norm; drafttrain stores"

@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from .recurrent import PROJECTIONS, RowParts, known_variant, mix_row
 from .rows import ATTENTION_NAME, Row, attend_row, using
+from .spread import is_spread, replaced_forward
 from .target import Target
 
 _LOGGER = logging.getLogger(__name__)
@@ -82,47 +83,47 @@ def _rows(target: Target, compiled: Compile) -> Iterator[None]:
     """Replace attention and recurrent layers."""
     AttentionInterface.register(ATTENTION_NAME, attend_row)
     before = target.model.config._attn_implementation
-    changed: list[Any] = []
     parts: RowParts | None = None
     try:
         target.model.set_attn_implementation(ATTENTION_NAME)
-        for layer in target.layers:
-            for module in layer.modules():
-                if type(module).__name__ in PROJECTIONS:
-                    parts = parts or RowParts.of(module, target.device, compiled)
-                    module.forward = functools.partial(mix_row, module, parts)
-                    changed.append(module)
-        yield
+        with ExitStack() as stack:
+            for layer in target.layers:
+                for module in layer.modules():
+                    if type(module).__name__ in PROJECTIONS:
+                        parts = parts or RowParts.of(module, target.device, compiled)
+                        mix = functools.partial(mix_row, module, parts)
+                        stack.enter_context(replaced_forward(module, mix))
+            yield
     finally:
-        for module in changed:
-            del module.forward
         target.model.set_attn_implementation(before)
 
 
 @contextmanager
 def _faster_parts(target: Target, compiled: Compile) -> Iterator[None]:
     """Compile norms, MLPs and rotary turns; whole layers were slower (a fallback was traced)."""
-    changed: list[Any] = []
     homes: dict[Any, Callable[..., Any]] = {}
     functions: dict[type, Callable[..., Any]] = {}
-    if target.device.type == "cuda":
-        for module in target.decoder.modules():
+    with ExitStack() as stack:
+        for module in target.decoder.modules() if target.device.type == "cuda" else ():
             kind = type(module)
-            if kind.__name__.endswith(_COMPILED_CLASSES) and "forward" not in vars(module):
+            if kind.__name__.endswith(_COMPILED_CLASSES) and _as_written(module):
                 function = functions.setdefault(kind, compiled(kind.forward))
-                module.forward = functools.partial(function, module)
-                changed.append(module)
+                stack.enter_context(replaced_forward(module, functools.partial(function, module)))
             home = sys.modules[kind.__module__]
             if home not in homes and hasattr(home, _ROTARY):
                 homes[home] = getattr(home, _ROTARY)
                 setattr(home, _ROTARY, compiled(homes[home]))
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-        for home, function in homes.items():
-            setattr(home, _ROTARY, function)
+        try:
+            yield
+        finally:
+            for home, function in homes.items():
+                setattr(home, _ROTARY, function)
+
+
+def _as_written(module: torch.nn.Module) -> bool:
+    """Its forward is its class's, and none of its weights have to be loaded first."""
+    own = getattr(module.forward, "__func__", None) is type(module).forward
+    return own and not any(is_spread(part) for part in module.modules())
 
 
 @torch.inference_mode()
@@ -157,7 +158,8 @@ def _compare(target: Target, plain: list[Tensor]) -> str | None:
 
 def run_plain(target: Target, ids: Tensor) -> Tensor:
     """Final hidden states [batch, n, d] of ids [batch, n], a row of the batch per sample."""
-    return target.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    states = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    return states.to(target.device)
 
 
 def run_row(target: Target, ids: Tensor, row: Row) -> Tensor:
@@ -166,4 +168,4 @@ def run_row(target: Target, ids: Tensor, row: Row) -> Tensor:
         output = target.decoder(
             input_ids=ids[None], position_ids=row.positions[None], use_cache=False
         )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0].to(target.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .row_kernels import AVAILABLE, convolve, fits
 from .rows import Row, current_row
+from .spread import own_weights
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 """Convolution inputs [N, C] (q, k, v side by side), gate z [N, H D_v], b [N, H], a [N, H]."""
@@ -164,10 +165,11 @@ def mix_row(layer: Any, parts: RowParts, hidden_states: Tensor, **arguments: Any
         hidden_states: [1, t, d].
         arguments: what the class takes besides; nothing of it applies to a row.
     """
-    row, tokens = current_row(), hidden_states.shape[1]
+    row, tokens = current_row().on(hidden_states.device), hidden_states.shape[1]
     inputs, z, b, a = parts.project(layer, hidden_states[0])
-    weight = layer.conv1d.weight.squeeze(1)
-    query, key, value = parts.convolve(inputs, weight, row.positions, _sizes(layer))
+    with own_weights(layer.conv1d):
+        weight = layer.conv1d.weight.squeeze(1)
+        query, key, value = parts.convolve(inputs, weight, row.positions, _sizes(layer))
     decay, rate = parts.gates(layer.A_log, layer.dt_bias, a, b)
     out = parts.rule(
         query.reshape(1, tokens, -1, layer.head_k_dim),

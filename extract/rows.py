@@ -10,7 +10,7 @@ attention call per sample and layer, each on its own tokens; nothing quadratic i
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,7 @@ class Row:
     spans: list[slice]
     positions: Tensor
     ends: Tensor
+    _elsewhere: dict[torch.device, "Row"] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Row":
@@ -51,6 +52,15 @@ class Row:
             torch.from_numpy(positions).to(device, non_blocking=True),
             torch.from_numpy(ends).to(device, non_blocking=True),
         )
+
+    def on(self, device: torch.device) -> "Row":
+        """The row on the device of a layer; copied once, as kernels recognise ``ends`` again."""
+        if device == self.positions.device:
+            return self
+        if device not in self._elsewhere:
+            parts = (self.positions.to(device), self.ends.to(device))
+            self._elsewhere[device] = Row(self.spans, *parts)
+        return self._elsewhere[device]
 
 
 _CURRENT: ContextVar[Row] = ContextVar("row")

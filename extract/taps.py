@@ -127,9 +127,13 @@ class TapRecorder:
         return record
 
     def collect(self) -> Tensor:
-        """The taps of the forward since the last call: ``[batch, tokens, n_taps, hidden]``."""
+        """The taps of the forward since the last call: ``[batch, tokens, n_taps, hidden]``.
+
+        They are on the first tapped layer's device; those of a spread target are on several.
+        """
         missing = [layer for layer in self._taps if layer not in self._states]
         assert not missing, f"layers {missing} did not run since the last collect()"
-        taps = torch.stack([self._states[layer] for layer in self._taps], dim=-2)
+        device = self._states[self._taps[0]].device
+        taps = torch.stack([self._states[layer].to(device) for layer in self._taps], dim=-2)
         self._states.clear()
         return taps

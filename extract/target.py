@@ -27,6 +27,7 @@ from drafttrain.data.errors import TargetError
 
 from .config import TargetConfig
 from .rope import resolve_rope_theta
+from .spread import device_of, is_spread, own_weights, placement, say_where, unhook_whole_layers
 from .target_path import resolve_folder
 from .vocabulary import merge_stop_ids
 
@@ -74,8 +75,8 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.embedding_weight.device
+        """Where ids go in and states come out; of a spread target the device of its embedding."""
+        return device_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,19 +113,25 @@ def load_target(config: TargetConfig, device: torch.device | None = None) -> Tar
         TargetError: it is missing, of an unusable kind, incomplete, or contradicts itself.
     """
     folder, revision = resolve_folder(config)
-    device = device or _device(config)
+    device, placed = device or _device(config), placement(config)
     dtype: torch.dtype = getattr(torch, config.dtype)
     options: dict[str, Any] = {"local_files_only": True}
     try:
         model_config = AutoConfig.from_pretrained(folder, **options)
         _refuse(model_config, dtype, config.path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, **options
+            folder, dtype=dtype, output_loading_info=True, **placed, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except TargetError:
         raise
     except Exception as exc:  # Transformers raises many kinds for a folder it cannot use
+        if placed and "offload_folder" in str(exc):
+            raise TargetError(
+                f"target '{config.path}' does not fit the GPUs and the memory, and weights of its"
+                " kind are changed while they are loaded, so that its files cannot stand in: raise"
+                " target.max_memory, or use more GPUs"
+            ) from None
         reason = " ".join(str(exc).split())[:400]
         raise TargetError(
             f"target '{config.path}' cannot be loaded ({type(exc).__name__}: {reason}); it must be"
@@ -139,7 +146,11 @@ def load_target(config: TargetConfig, device: torch.device | None = None) -> Tar
         )
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return build_target(
-        model.to(device), tokenizer, name=config.path, revision=revision, written_config=written
+        model if config.device == "spread" else model.to(device),
+        tokenizer,
+        name=config.path,
+        revision=revision,
+        written_config=written,
     )
 
 
@@ -167,6 +178,9 @@ def build_target(
     text_config = model.config.get_text_config()
     decoder = model.get_decoder()
     layers, norm = _find_parts(decoder, text_config, name)
+    if is_spread(model):
+        say_where(model, layers, name)
+        unhook_whole_layers(layers)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or not isinstance(embedding, nn.Embedding):
         raise TargetError(f"{name}: no embedding or no LM head found; use a causal language model")
@@ -178,7 +192,7 @@ def build_target(
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if not max_positions:
         raise TargetError(f"{name}: config.json has no max_position_embeddings; add it")
-    _check_causal(decoder, embedding.weight.device, len(embedding.weight), name)
+    _check_causal(decoder, device_of(embedding), len(embedding.weight), name)
     written = written_config if written_config is not None else model.config.to_dict()
     return Target(
         model=model,
@@ -206,7 +220,7 @@ def build_target(
 def _device(config: TargetConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise TargetError("target.device is 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-    if config.device == "auto":
+    if config.device in ("auto", "spread"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
 
@@ -268,9 +282,16 @@ def _check_causal(decoder: nn.Module, device: torch.device, rows: int, name: str
 def _fingerprint(model: PreTrainedModel) -> str:
     """Hash of every parameter's name, shape, dtype and ``_FINGERPRINT_VALUES`` spread values."""
     digest = xxhash.xxh3_128()
+    # One weight under two names is two parameters once it is loaded for each call.
+    again = set(model.all_tied_weights_keys) if is_spread(model) else set()
     for key, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        values = flat[:: max(1, len(flat) // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
-        digest.update(f"{key} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        if key in again:
+            continue
+        owner, _, name = key.rpartition(".")
+        module = model.get_submodule(owner)
+        with own_weights(module):
+            flat = module.get_parameter(name).detach().reshape(-1)
+            values = flat[:: max(1, len(flat) // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
+            digest.update(f"{key} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from drafttrain.data.errors import TargetError
 from drafttrain.extract.recurrent import PROJECTIONS, known_variant
+from drafttrain.extract.spread import is_spread
 from drafttrain.extract.target import Target
 
 from .tree import EMPTY_TREE, DraftTree
@@ -57,6 +58,12 @@ def recurrent_layers(target: Target) -> dict[int, nn.Module]:
                 " layers only, because dropped draft tokens cannot be removed from other states:"
                 " use replay, or another target"
             )
+    if found and is_spread(model):
+        raise TargetError(
+            "the target is spread over devices, and the states of its recurrent layers are kept"
+            " together on one: set eval.live_prompts to 0 (replay needs no target), or evaluate"
+            " where the target fits one device (target.device: auto)"
+        )
     kernel = model.config._attn_implementation
     if len(found) < len(kinds) and kernel not in _MASKABLE:
         raise TargetError(

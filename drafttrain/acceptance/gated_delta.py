@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from drafttrain.extract.recurrent import PROJECTIONS
+from drafttrain.extract.spread import replaced_forward
 
 from .delta_kernels import FUSED, convolve, solve
 from .delta_rule import commit_state, conv_rows, tree_conv, tree_delta_rule, unit_heads
@@ -123,7 +124,7 @@ class GatedDeltaLayers:
         self._reserve(len(ancestors))
         with ExitStack() as stack:
             for place, layer in enumerate(self._modules):
-                stack.enter_context(_replaced_forward(layer, self._forward(place, shape)))
+                stack.enter_context(replaced_forward(layer, self._forward(place, shape)))
             yield
 
     def commit(self, path: Tensor) -> None:
@@ -222,17 +223,3 @@ def mix_fused(
     query, value, beta, step = convolve(layer, (inputs, b, a), shape.rows, committed.conv, memory)
     torch.mm(shape.sums, step, out=memory.decay)
     return solve((query, value, beta), shape, committed.state, memory)
-
-
-@contextmanager
-def _replaced_forward(module: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Put another forward in front of a module's, whatever the class or a library made of it."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

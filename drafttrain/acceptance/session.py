@@ -131,12 +131,13 @@ class TargetSession:
         if self._recurrent is not None and len(self._verified):
             self._recurrent.commit(nodes)
         in_place = list(path) == list(range(len(path)))
-        rows = nodes + self._length
+        rows: Tensor = nodes + self._length
         for layer in self._cache.layers:
             if not isinstance(layer, DynamicLayer):
                 continue
             assert layer.keys is not None and layer.values is not None, "a forward fills both"
             if not in_place:
+                rows = rows.to(layer.keys.device)  # not always the target's, if it is spread
                 # Indexing copies before it is written back, so overlapping rows are safe.
                 layer.keys[:, :, self._length : kept] = layer.keys[:, :, rows]
                 layer.values[:, :, self._length : kept] = layer.values[:, :, rows]
@@ -147,4 +148,4 @@ class TargetSession:
         arguments[self._cache_name] = self._cache
         with TapRecorder(self._target.layers, self._taps) as recorder:
             output = self._target.model(input_ids=tokens[None], use_cache=True, **arguments)
-            return Verified(output.logits[0].float(), recorder.collect()[0])
+            return Verified(output.logits[0].float(), recorder.collect()[0].to(self._target.device))

@@ -110,6 +110,23 @@ def test_batches_give_the_targets_own_greedy_text(tmp_path, model):
     assert counts["tokens"] == sum(len(r["response_ids"]) for r in records.values())
 
 
+@pytest.mark.parametrize("memory", [100_000, 1])
+def test_a_spread_model_answers_as_the_whole_one(tmp_path, model, memory):
+    """Its embedding in memory or on disk, its last layer on disk."""
+    model.save_pretrained(tmp_path / "model")
+    spread = LlamaForCausalLM.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory={"cpu": memory}
+    )
+    assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    assert (spread.device.type == "meta") == (memory == 1)
+    texts = []
+    for each in (model, spread):
+        run(tmp_path, each, ROWS)
+        texts.append(output(tmp_path))
+        (tmp_path / "responses.jsonl").unlink()
+    assert texts[0] == texts[1]
+
+
 def test_only_what_is_missing_is_generated_on_resume(tmp_path, model, monkeypatch):
     """(fault kind 16)"""
     run(tmp_path, model, ROWS)

@@ -54,12 +54,15 @@ def test_overrides_win_and_are_typed(recipe_file):
 
 
 def test_a_resolved_recipe_loads_to_the_same_recipe(recipe_file, tmp_path):
-    recipe = load_recipe(recipe_file, ("train.lr=1e-3",))
+    spread = ("target.device=spread", "target.max_memory={0: 60GB, cpu: 1TB}")
+    recipe = load_recipe(recipe_file, ("train.lr=1e-3", *spread))
+    assert recipe.target.max_memory == {0: "60GB", "cpu": "1TB"}
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(recipe.resolved()))
     assert load_recipe(again) == recipe
     assert load_recipe(recipe_file, ("output=elsewhere",)).hash != recipe.hash
-    assert load_recipe(recipe_file, ("train.lr=1e-3", "output=elsewhere")).hash == recipe.hash
+    same = ("train.lr=1e-3", *spread, "output=elsewhere")
+    assert load_recipe(recipe_file, same).hash == recipe.hash
 
 
 MALFORMED = [
@@ -91,6 +94,13 @@ MALFORMED = [
     ("data.regenerate.server_url=http://x", "no effect with engine 'local'"),
     ("extract.codec=int4", "extract.codec: Input should be"),
     ("target.dtype=int8", "target.dtype: Input should be"),
+    ("target.device=gpu", "target.device: Input should be 'auto', 'cpu', 'cuda' or 'spread'"),
+    ("target.max_memory={0: 6GB}", "max_memory has no effect with device 'auto': write spread"),
+    ("target.max_memory={0: 6}", "target.max_memory.0: Input should be a valid string"),
+    ("target.max_memory={0: 6 gigs}", "target.max_memory: '6 gigs' is not a size"),
+    ("target.max_memory={disk: 6GB}", "'disk' is neither the number of a GPU nor 'cpu'"),
+    ("target.max_memory={-1: 6GB}", "'-1' is neither the number of a GPU nor 'cpu'"),
+    ("target.max_memory={}", "target.max_memory: Dictionary should have at least 1 item"),
     ("target=models/x", "target: Input should be a valid dictionary"),
     ("eval.temperatures=[]", "eval.temperatures: List should have at least 1 item"),
     ("eval.tree_budgets=8", "eval.tree_budgets: Input should be a valid list"),

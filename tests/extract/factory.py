@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from drafttrain.data.chat import tokenizer_hash
 from drafttrain.data.samples import make_sample, write_table
 from drafttrain.extract import worker
-from drafttrain.extract.config import ExtractConfig
+from drafttrain.extract.config import ExtractConfig, TargetConfig
 from drafttrain.extract.engine import Engine
-from drafttrain.extract.target import Target, build_target
+from drafttrain.extract.target import Target, build_target, load_target
 
 HIDDEN, LAYERS, VOCAB = 32, 6, 64
 END = 1
@@ -66,6 +66,17 @@ def save_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     make_model(kind, **changes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def load_target_at(folder: Path, memory: float | None = None, dtype: str = "float32") -> Target:
+    """A saved target: on the CPU, or with a share of its weights in memory and the rest on disk."""
+    if memory is None:
+        return load_target(TargetConfig(path=str(folder), dtype=dtype, device="cpu"))
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = {"cpu": f"{max(1, int(memory * stored))}B"}
+    return load_target(
+        TargetConfig(path=str(folder), dtype=dtype, device="spread", max_memory=size)
+    )
 
 
 def make_table(path: Path, lengths: list[int], **manifest: Any) -> Path:

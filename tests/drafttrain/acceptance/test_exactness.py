@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from drafttrain.acceptance import gated_delta
 from drafttrain.acceptance.session import TargetSession
 from drafttrain.data.errors import TargetError
+from tests.extract.factory import load_target_at, make_tokenizer
 
 from .factory import TAPS, make_target
 from .hybrids import make_hybrid
@@ -136,3 +137,10 @@ class TestTheTrial:
 def range_like(parents):
     """Parents of a chain of as many nodes."""
     return np.arange(len(parents)) - 1
+
+
+def test_a_hybrid_spread_over_devices_is_refused(tmp_path):
+    make_hybrid().model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    TargetSession(load_target_at(tmp_path), TAPS)
+    refused(load_target_at(tmp_path, 0.7), r"spread over devices.*eval\.live_prompts to 0")

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from drafttrain.acceptance.session import TargetSession, tree_mask
 from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
+from tests.extract.factory import load_target_at, save_target
 
 from .factory import TAPS, VOCAB, make_prompt, make_target, plain_logits
 from .hybrids import make_hybrid
@@ -115,6 +117,23 @@ def test_dropped_nodes_leave_nothing_behind(any_target):
     small, first, second = after(EMPTY_TREE), *(after(random_tree(rng, 12)) for _ in range(2))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, small, atol=1e-4, rtol=1e-4)  # shapes round differently
+
+
+@pytest.mark.parametrize("memory", [0.7, 1e-4])
+def test_a_target_spread_over_devices_decodes_as_the_whole_one(tmp_path, memory):
+    folder = save_target(tmp_path / "target", max_position_embeddings=512)
+    found = []
+    for target in (load_target_at(folder), load_target_at(folder, memory)):
+        rng, session = np.random.default_rng(4), TargetSession(target, TAPS)
+        rounds = [session.prefill(make_prompt(9, target.vocab_rows))]
+        for _ in range(6):
+            tree = random_tree(rng, 12)
+            tree = replace(tree, tokens=tree.tokens % target.vocab_rows)
+            rounds.append(session.verify(5, tree))
+            session.commit(path_to(tree, int(rng.integers(13))))
+        found.append(rounds)
+    for whole, parts in zip(*found, strict=True):
+        assert torch.equal(whole.logits, parts.logits) and torch.equal(whole.taps, parts.taps)
 
 
 def test_rejected_rounds_must_be_committed_before_the_next(target):
