@@ -45,6 +45,11 @@ class Recipe(StrictModel):
                 f"drafter.block_size {self.drafter.block_size} exceeds data.max_length "
                 f"{self.data.max_length}"
             )
+        if self.extract.features == "online" and self.target.device == "spread":
+            raise ValueError(
+                "extract.features online runs the target on the device of each rank, so it cannot"
+                " be spread: set target.device to auto, or extract.features to rolling"
+            )
         return self
 
     def table(self, split: str) -> Path:
@@ -80,9 +85,9 @@ class Recipe(StrictModel):
 
     @property
     def hash(self) -> str:
-        """Identity of all settings except where the output goes."""
+        """Identity of all settings except where artifacts go."""
         values = self.resolved()
-        del values["output"]
+        del values["output"], values["extract"]["store"]
         return content_hash(values)
 
 

@@ -61,7 +61,7 @@ def test_a_resolved_recipe_loads_to_the_same_recipe(recipe_file, tmp_path):
     again.write_text(yaml.safe_dump(recipe.resolved()))
     assert load_recipe(again) == recipe
     assert load_recipe(recipe_file, ("output=elsewhere",)).hash != recipe.hash
-    same = ("train.lr=1e-3", *spread, "output=elsewhere")
+    same = ("train.lr=1e-3", *spread, "output=elsewhere", "extract.store=there")
     assert load_recipe(recipe_file, same).hash == recipe.hash
 
 
@@ -93,6 +93,10 @@ MALFORMED = [
     ("data.regenerate.engine=server", "engine 'server' needs server_url and server_model"),
     ("data.regenerate.server_url=http://x", "no effect with engine 'local'"),
     ("extract.codec=int4", "extract.codec: Input should be"),
+    ("extract.features=rolling", "extract: features rolling needs a budget, such as budget: 500GB"),
+    ("extract.features=streamed", "extract.features: Input should be 'stored', 'rolling' or"),
+    ("extract.budget=5GB", "budget and consumers are for features rolling, not stored"),
+    ("extract.consumers=2", "budget and consumers are for features rolling, not stored"),
     ("target.dtype=int8", "target.dtype: Input should be"),
     ("target.device=gpu", "target.device: Input should be 'auto', 'cpu', 'cuda' or 'spread'"),
     ("target.max_memory={0: 6GB}", "max_memory has no effect with device 'auto': write spread"),
@@ -113,6 +117,19 @@ def test_malformed_recipes_are_one_clear_line(recipe_file, override, message):
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe_file, (override,))
     assert message in str(caught.value) and str(recipe_file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("extract.features=rolling", "extract.budget=5"), "extract.budget: Input should be"),
+        (("extract.features=rolling", "extract.budget=5 gigs"), "'5 gigs' is not a size"),
+        (("extract.features=online", "target.device=spread"), "so it cannot be spread"),
+    ],
+)
+def test_combinations_that_cannot_work(recipe_file, overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(recipe_file, overrides)
 
 
 def test_bf16_without_fp32_masters_is_refused(recipe_file):
