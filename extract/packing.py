@@ -1,11 +1,12 @@
 """Make a target run rows of samples without padding, if that is proven to change nothing.
 
 Attention is replaced by ``rows.attend_row`` through Transformers' attention interface, Gated
-DeltaNet layers by ``recurrent.mix_row``. A trial at the start runs three short samples in one row
+DeltaNet layers by ``recurrent.mix_row``. A trial at the start runs four short samples in one row
 and alone; a target whose states differ by more than rounding (an architecture that keeps the past
 in another way, kernels that ignore sample bounds) is run in right-padded batches instead. On CUDA
-norms, MLPs, rotary turns and the pointwise parts of recurrent layers are compiled. Cost: the trial
-is four short forwards; compiling and the kernels' first use take about a minute on a GPU.
+norms, MLPs, rotary turns and the pointwise parts of recurrent layers are compiled or kernels of
+ours. Cost: the trial
+is five short forwards; compiling and the kernels' first use take about a minute on a GPU.
 """
 
 import functools
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from .pointwise_kernels import AVAILABLE, faster_rotary, is_gated_mlp, run_gated_mlp
 from .recurrent import PROJECTIONS, RowParts, known_variant, mix_row
 from .rows import ATTENTION_NAME, Row, attend_row, using
 from .spread import is_spread, replaced_forward
 from .target import Target
 
 _LOGGER = logging.getLogger(__name__)
-_TRIAL_LENGTHS = (9, 70, 3)
+_TRIAL_LENGTHS = (200, 9, 70, 3)
 # Root mean square of the difference over that of the states.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16_BIT = 0.15
@@ -100,19 +102,25 @@ def _rows(target: Target, compiled: Compile) -> Iterator[None]:
 
 @contextmanager
 def _faster_parts(target: Target, compiled: Compile) -> Iterator[None]:
-    """Compile norms, MLPs and rotary turns; whole layers were slower (a fallback was traced)."""
+    """Norms, MLPs and rotary turns compiled or as kernels of ours.
+
+    Compiling whole layers was slower (a fallback was traced).
+    """
     homes: dict[Any, Callable[..., Any]] = {}
     functions: dict[type, Callable[..., Any]] = {}
     with ExitStack() as stack:
         for module in target.decoder.modules() if target.device.type == "cuda" else ():
             kind = type(module)
-            if kind.__name__.endswith(_COMPILED_CLASSES) and _as_written(module):
+            if AVAILABLE and is_gated_mlp(module) and _as_written(module):
+                forward = functools.partial(run_gated_mlp, module)
+                stack.enter_context(replaced_forward(module, forward))
+            elif kind.__name__.endswith(_COMPILED_CLASSES) and _as_written(module):
                 function = functions.setdefault(kind, compiled(kind.forward))
                 stack.enter_context(replaced_forward(module, functools.partial(function, module)))
             home = sys.modules[kind.__module__]
             if home not in homes and hasattr(home, _ROTARY):
                 homes[home] = getattr(home, _ROTARY)
-                setattr(home, _ROTARY, compiled(homes[home]))
+                setattr(home, _ROTARY, faster_rotary(homes[home], compiled(homes[home])))
         try:
             yield
         finally:

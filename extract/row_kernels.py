@@ -22,7 +22,7 @@ except ImportError:  # torch for CPUs comes without; the kernel is defined and n
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 """Whether the kernel can run here (on CUDA tensors)."""
-_TOKENS, _CHANNELS = 64, 128
+_TOKENS, _CHANNELS = 32, 128
 
 
 @triton.jit

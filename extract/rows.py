@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ATTENTION_NAME = "drafttrain_row"
-# Not cuDNN's: it plans every new length anew, which took longer than the attention itself.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN takes half the time, but plans every new length anew: it gets multiples of a step only.
+_LENGTH_STEP = 128
+_STEPPED_KERNELS = [SDPBackend.CUDNN_ATTENTION, *_KERNELS]
 # Extra arguments of attention functions that change what is computed and are not implemented.
 _CHANGING = ("softcap", "s_aux", "attention_sink", "head_mask")
 
@@ -109,23 +111,30 @@ def attend_row(
     for name in _CHANGING:
         if others.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
-    grouped = query.shape[1] != key.shape[1]
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    parts = []
     for span in current_row().spans:
         length = span.stop - span.start
-        mask = None
+        mask, stop, kernels = None, span.stop, _KERNELS
+        stepped = span.start - (-length // _LENGTH_STEP) * _LENGTH_STEP
         if sliding_window is not None and length > sliding_window:
             place = torch.arange(length, device=query.device)
             behind = place[:, None] - place
             mask = (behind >= 0) & (behind < sliding_window)
-        with sdpa_kernel(_KERNELS):
-            out[:, span] = F.scaled_dot_product_attention(
-                query[:, :, span],
-                key[:, :, span],
-                value[:, :, span],
+        elif query.is_cuda and stepped <= query.shape[2]:
+            # What follows the sample is others' and seen by none of its tokens.
+            stop, kernels = stepped, _STEPPED_KERNELS
+        # Taken out of the batch and put back: their strides, by which plans are kept too, do not
+        # depend on the row then.
+        q, k, v = (x[0, :, span.start : stop][None] for x in (query, key, value))
+        with sdpa_kernel(kernels, set_priority=True):
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
-                enable_gqa=grouped,
-            ).transpose(1, 2)
-    return out, None
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        parts.append(out.transpose(1, 2)[:, :length])
+    return torch.cat(parts, dim=1), None
