@@ -220,14 +220,21 @@ def compare(
             for sync in (True, False):
                 name = f"{way.name}, {'fsync' if sync else 'none'}"
                 found.setdefault(name, []).append(measure(way, folder, samples, sync))
-                shown = {key: round(value, 2) for key, value in found[name][-1].items()}
-                _console.print(name, shown)
+                rates = (f"{key} {value:.2f}" for key, value in found[name][-1].items())
+                _console.print(f"{name}: {', '.join(rates)}")
     columns = [key for key in next(iter(found.values()))[0] if key != "on disk, samples/s"]
     table = Table("way", *columns)
     for name, runs in found.items():
-        medians = (statistics.median(run[key] for run in runs) for key in columns)
-        table.add_row(name, *(f"{v:,.0f}" if v >= 60 else f"{v:.2f}" for v in medians))
+        table.add_row(name, *(shown(key, [run[key] for run in runs]) for key in columns))
     return table
+
+
+def shown(key: str, values: list[float]) -> str:
+    """What is counted as it is; of a rate the median, with the range of those in bytes."""
+    if "/s" not in key:
+        return f"{values[0]:.2f}" if key == "GB" else f"{values[0]:,.0f}"
+    median = f"{statistics.median(values):.2f}"
+    return f"{median} ({min(values):.2f}-{max(values):.2f})" if "GB" in key else median
 
 
 def check(found: Tensors, wanted: Tensors) -> None:
@@ -266,7 +273,7 @@ def main() -> None:
     cold = "cold" if drop_cache() else "warm"
     samples = make_samples(arguments.samples, HIDDEN, _SHORTEST, _LONGEST)
     table = compare((Ours("bf16"), peer, Ours("fp8")), folder, samples, arguments.repeats)
-    table.title = "medians; without root nothing is cold"
+    table.title = f"medians (ranges) of {arguments.repeats}; 'cold' is {cold} here"
     _console.print(table)
     opening = Table("way", "files", f"find {arguments.opened} samples, {cold}, s", "and lengths, s")
     # As many samples a shard as 65,536 tokens have in samples of 900.
