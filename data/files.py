@@ -6,23 +6,26 @@ leaves a short file under a final name (cost: one fsync of the file and one of t
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import xxhash
 
-from .errors import DraftTrainError
+from .errors import DraftTrainError, StoreError
 
 _READ_BYTES = 1 << 22
 _FLUSH_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _SYNC_FILE_RANGE is not None:
     _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Result = TypeVar("_Result")
 
 
@@ -82,6 +85,28 @@ def publish(
     os.replace(tmp, path)
     fsync_path(path.parent)
     return result
+
+
+@contextmanager
+def no_space_explained(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Say what a disk, quota or file size limit that ends the body means for a store.
+
+    Args:
+        folder: the store that is written.
+        kept: what is there by now and stays.
+
+    Raises:
+        StoreError: a limit is reached; other errors pass as they are.
+    """
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _NO_SPACE:
+            raise
+        raise StoreError(
+            f"{folder}: the disk is full or a limit is reached ({exc.strerror}); {kept()} are kept:"
+            " free space and rerun the same command"
+        ) from exc
 
 
 def write_text(

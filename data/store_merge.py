@@ -7,7 +7,6 @@ written; killed at any moment, the same command continues; run again, it changes
 pass over what is taken, and where links are impossible a copy of it.
 """
 
-import errno
 import logging
 import os
 import shutil
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import StoreError
-from .files import file_checksum, publish, write_text
+from .files import file_checksum, no_space_explained, publish, write_text
 from .progress import tracked
 from .store_check import check_shard
 from .store_format import (
@@ -79,10 +78,10 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
     if meta.order_seed is not None:
         raise StoreError(f"{first} is a rolling store, whose shards come and go: nothing to merge")
     out.mkdir(parents=True, exist_ok=True)
-    if not begun:
-        write_meta(out, meta)
     merge = Merge(meta)
-    try:
+    with no_space_explained(out, lambda: f"the {len(merge.kept) + len(merge.taken)} shards there"):
+        if not begun:
+            write_meta(out, meta)
         _take_head(out, sources, merge)
         recipes = [folder / _RECIPE_NAME for folder in (out, *sources)]
         for recipe in [path for path in recipes if path.is_file()][:1]:
@@ -90,13 +89,6 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
         shards = [Shard.named(index) for index in range(meta.num_shards)]
         for shard in tracked(shards, f"merge {out.name}"):
             _take_shard(out, sources, shard, merge)
-    except OSError as exc:
-        if exc.errno != errno.ENOSPC:
-            raise
-        raise StoreError(
-            f"{out}: the disk is full; the {len(merge.kept) + len(merge.taken)} shards that are"
-            " there are kept: free space and run the same command again"
-        ) from exc
     return merge
 
 

@@ -33,6 +33,7 @@ from drafttrain.data.store_reader import FeatureStore
 
 from .config import ExtractConfig
 from .head import capture_head
+from .owners import new_owner
 from .recheck import check_states
 from .settings import store_settings
 from .target import Target
@@ -132,8 +133,9 @@ def _mend_settings(
             raise
         problem = str(exc)
     target = load()
-    head = folder / f"{HEAD_NAME}.anew.tmp"
-    capture_head(target).save(head)
+    owner = new_owner()  # without it, every worker that opens the folder would sweep it away
+    head = folder / f"{HEAD_NAME}.anew.{owner}.tmp"
+    capture_head(target).save(head, owner)
     meta = store_settings(target, config, table, file_checksum(head))
     owners = {_owner(path) for path in folder.glob("shard-*.json")} - {None}
     if owners and meta.identity() not in owners:

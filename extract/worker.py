@@ -7,18 +7,16 @@ are computed. Guarantee: the finished store has the same bytes whoever wrote it 
 the work was interrupted. Cost: one target forward per token, ``pipeline.SHARDS`` shards in memory.
 """
 
-import errno
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from drafttrain.data.errors import StoreError
+from drafttrain.data.files import no_space_explained
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
 from drafttrain.data.store_reader import FeatureStore
@@ -34,7 +32,6 @@ from .progress import ExtractionProgress
 from .taps import resolve_taps
 from .target import Target
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_POLL_S = 1.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -122,6 +119,9 @@ class Worker:
             _LOGGER.info("%s: %d shards are left to other workers", out_dir, len(left))
         return len(left)
 
+    def _kept(self) -> str:
+        return f"the {len(self._done)} shards sealed in this run"
+
     def _finished(self, unsealed: list[Shard]) -> set[str]:
         """Units of work that nobody has to do any more."""
         return {STORE_UNIT, *(shard.stem for shard in self._shards)} - {s.stem for s in unsealed}
@@ -131,24 +131,12 @@ class Worker:
         """The store's settings and this worker's claims on it."""
         out_dir, config = self._out_dir, self._config
         out_dir.mkdir(parents=True, exist_ok=True)
-        with self._disk_full_explained(), Claims(out_dir, config.claim_expiry_s) as claims:
+        explained = no_space_explained(out_dir, self._kept)
+        with explained, Claims(out_dir, config.claim_expiry_s) as claims:
             yield (
                 open_store(self._target, config, self._table, claims, out_dir, self._wait),
                 claims,
             )
-
-    @contextmanager
-    def _disk_full_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as exc:
-            if exc.errno not in _NO_SPACE:
-                raise
-            raise StoreError(
-                f"{self._out_dir}: the disk is full or a limit is reached ({exc.strerror}); the"
-                f" {len(self._done)} shards sealed in this run are kept: free space and rerun the"
-                " same command"
-            ) from exc
 
     def _extract(self, meta: StoreMeta, claims: Claims) -> None:
         """Take shards while there are any, then wait for those of other workers."""

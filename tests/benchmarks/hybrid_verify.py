@@ -28,11 +28,12 @@ from drafttrain.acceptance import gated_delta
 from drafttrain.acceptance.gated_delta import Committed, NodeMemory, TreeShape
 from drafttrain.acceptance.lossless import near_tie_bound
 from drafttrain.acceptance.session import TargetSession
-from drafttrain.acceptance.tree import EMPTY_TREE, DraftTree
+from drafttrain.acceptance.tree import DraftTree
 from drafttrain.extract.target import Target
 from tests.drafttrain.acceptance.trees import path_to
 
 from .geometry import make_target
+from .near_ties import in_chains
 
 _REPEATS, _WARM_UPS, _BLOCK = 7, 2, 16
 _console = Console(width=150)
@@ -209,20 +210,10 @@ def flips(target: Target, rounds: int) -> None:
     rng = np.random.default_rng(2)
     session = TargetSession(target, [1])
     prompt = torch.from_numpy(rng.integers(0, target.vocab_rows, 100))
-    steps, seen, worst = np.arange(_BLOCK - 1), [], 0.0
+    seen, worst = [], 0.0
     blocks = [rng.integers(0, target.vocab_rows, _BLOCK) for _ in range(rounds)]
-    single, chained = [], []
-    for one_by_one, found in ((True, single), (False, chained)):
-        session.prefill(prompt)
-        for tokens in blocks:
-            if one_by_one:
-                for token in tokens.tolist():
-                    found.append(session.verify(token, EMPTY_TREE).logits[0])
-                    session.commit([0])
-            else:
-                chain = DraftTree(tokens[1:], steps, steps + 1)
-                found.extend(session.verify(int(tokens[0]), chain).logits)
-                session.commit(list(range(_BLOCK)))
+    ids = [*np.concatenate(blocks).tolist(), 0]  # the last one is never run
+    single, chained = (in_chains(session, prompt, ids, size)[1:] for size in (1, _BLOCK))
     for alone, inside in zip(single, chained, strict=True):
         best = alone.topk(2).values
         worst = max(worst, float((alone - inside).abs().max()))
@@ -230,7 +221,7 @@ def flips(target: Target, rounds: int) -> None:
             bound = near_tie_bound(torch.bfloat16, float(best[0].abs()))
             seen.append((float(best[0] - best[1]), bound))
     inside_bound = sum(margin < bound for margin, bound in seen)
-    spread = float(torch.stack(single).std())
+    spread = float(single.std())
     _console.print(
         f"bf16, chain of {_BLOCK} against token by token: {len(seen)} of {len(single)} best tokens"
         f" differ, {inside_bound} of them below the near-tie bound; largest logit difference"

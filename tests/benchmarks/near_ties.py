@@ -52,7 +52,7 @@ def continue_greedily(session: TargetSession, prompt: Tensor, tokens: int) -> tu
 
 
 def in_chains(session: TargetSession, prompt: Tensor, ids: list[int], block: int) -> Tensor:
-    """Logits [tokens, V] of the same ids, verified as chains of ``block`` tokens."""
+    """Logits [tokens, V] before each of the ids, which are verified as chains of ``block``."""
     found = [session.prefill(prompt).logits]
     for start in range(0, len(ids) - 1, block):
         part = np.array(ids[start : min(start + block, len(ids) - 1)])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -173,8 +174,34 @@ def test_a_full_disk_keeps_what_is_there(tmp_path, whole, monkeypatch):
     monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(OSError("no links")))
     monkeypatch.setattr(store_merge.shutil, "copyfile", no_space)
     out = tmp_path / "out"
-    with pytest.raises(StoreError, match="disk is full; the 2 shards"):
+    with pytest.raises(StoreError, match=r"disk is full .*No space left.*the 2 shards there"):
         merge_stores(out, [whole.folder])
     assert not list(out.glob("*.tmp"))
     merge_stores(out, [whole.folder])
+    assert bytes_of(out) == bytes_of(whole.folder)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_limit_on_files_is_explained_and_keeps_what_is_there(tmp_path, whole, monkeypatch, fits):
+    """A real one, in a process of its own; with one byte more all is merged (fault kind 34)."""
+    refuse = OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(refuse))
+    out, said = tmp_path / "out", tmp_path / "said"
+    limit = max(path.stat().st_size for path in whole.folder.iterdir()) - (not fits)
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            merge_stores(out, [whole.folder])
+        except StoreError as exc:
+            said.write_text(str(exc))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert said.exists() != fits and not list(out.glob("*.tmp"))
+    if not fits:
+        words = said.read_text()
+        assert "disk is full or a limit is reached (File too large); the 0 shards there" in words
+        assert words.endswith("are kept: free space and rerun the same command")
+        merge_stores(out, [whole.folder])
     assert bytes_of(out) == bytes_of(whole.folder)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from drafttrain.data.errors import StoreError
 from drafttrain.data.files import read_json, write_json
 from drafttrain.data.store_check import verify_store
 from drafttrain.data.store_writer import ShardBuffer
+from drafttrain.extract import repair as repair_module
+from drafttrain.extract.claims import Claims
 from drafttrain.extract.repair import repair
 from drafttrain.extract.worker import extract
 from tests.data.store_factory import change_record
@@ -221,5 +224,33 @@ def test_a_repair_killed_anywhere_continues(store, undisturbed, target, monkeypa
             finally:
                 os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == DIED
+    repair(lambda: target, CONFIG, undisturbed[1], store)
+    assert contents(store) == contents(undisturbed[0])
+
+
+def test_the_head_of_a_repair_is_swept_once_it_is_dead_and_not_before(
+    store, undisturbed, target, monkeypatch
+):
+    """Other workers sweep while a real repair stands still, and after it was killed (33)."""
+    (store / "store.json").write_text("{")
+    child = os.fork()
+    if child == 0:
+        stop = lambda *given: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+        monkeypatch.setattr(repair_module, "store_settings", stop)
+        try:
+            repair(lambda: target, CONFIG, undisturbed[1], store)
+        finally:
+            os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    with Claims(store, 60) as claims:
+        try:
+            claims.sweep(set())
+            left = list(store.glob("head.safetensors.anew.*"))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert len(left) == 1
+        claims.sweep(set())
+        assert not left[0].exists()
     repair(lambda: target, CONFIG, undisturbed[1], store)
     assert contents(store) == contents(undisturbed[0])
