@@ -26,7 +26,7 @@ from .codec import CODECS
 from .errors import StoreError
 from .files import content_hash, read_json, write_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 META_NAME = "store.json"
 HEAD_NAME = "head.safetensors"
 REMEDY = "rerun the same `drafttrain extract` command"  # what is not there yet
@@ -37,8 +37,8 @@ CONVENTIONS = {
     "layer_id": "L is the output of decoder layer L (Transformers hidden_states[L + 1])",
     "final_hidden": "after the final norm: logits = lm_head @ final",
     "position": "row t belongs to token t, never shifted",
-    "engine": "transformers",
 }
+TRANSFORMERS = "transformers"  # the engine that defines the states; others prove their parity
 # Where a target lies is not what it is: its fingerprint decides.
 INFORMATIONAL = ("target", "target_revision")
 
@@ -139,6 +139,7 @@ class ShardRecord(_Strict):
     """The seal of one shard (``shard-NNNNN.json``)."""
 
     index: int
+    engine: str
     store: str
     table_hash: str
     num_samples: int

@@ -22,12 +22,14 @@ from .store_format import (
     INDEX_SCHEMA,
     REMEDY,
     REPAIR,
+    TRANSFORMERS,
     FileRecord,
     Shard,
     ShardRecord,
     StoreMeta,
     read_record,
 )
+from .store_parity import require_parity
 from .tensor_map import map_tensors
 
 _NAMED_IN_ERRORS = 8
@@ -192,7 +194,8 @@ def read_checked_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRec
     """Read a shard's record, and compare the sizes of its files.
 
     Raises:
-        StoreError: the record is damaged or foreign, or a file is missing or of another size.
+        StoreError: the record is damaged or foreign, a file is missing or of another size, or the
+            shard is of an engine that has not proved its parity in this folder.
     """
     record = read_record(folder, shard.record, meta)
     if record.index != shard.index or set(record.files) != {shard.parquet, shard.states}:
@@ -210,4 +213,6 @@ def read_checked_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRec
                 f"{path}: has {size} bytes, its record says {file.bytes}: truncated or"
                 f" appended to; {REPAIR}"
             )
+    if record.engine != TRANSFORMERS:
+        require_parity(folder, meta, record.engine, shard.record)
     return record

@@ -25,6 +25,7 @@ from .files import publish, write_json
 from .samples import Sample
 from .store_format import (
     INDEX_SCHEMA,
+    TRANSFORMERS,
     FileRecord,
     Shard,
     ShardRecord,
@@ -47,13 +48,21 @@ class ShardBuffer:
         meta: the store's settings.
         shard: the planned shard.
         samples: its samples, in table order.
+        engine: what computed the states.
     """
 
-    def __init__(self, meta: StoreMeta, shard: Shard, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self,
+        meta: StoreMeta,
+        shard: Shard,
+        samples: Sequence[Sample],
+        engine: str = TRANSFORMERS,
+    ) -> None:
         assert len(samples) == shard.stop - shard.first, "samples do not match the shard plan"
         self._meta = meta
         self._shard = shard
         self._samples = samples
+        self._engine = engine
         self._lengths = [len(sample.input_ids) for sample in samples]
         assert sum(self._lengths) == shard.tokens, "sample lengths do not match the shard plan"
         self._offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
@@ -131,6 +140,7 @@ class ShardBuffer:
         )
         record = ShardRecord(
             index=shard.index,
+            engine=self._engine,
             store=self._meta.identity(),
             table_hash=self._meta.table_hash,
             num_samples=len(self._samples),

@@ -75,11 +75,24 @@ class ExtractConfig(StrictModel):
         description="fp8: taps in e4m3 with a scale per token and tap, final in bf16",
     )
     shard_tokens: int = Field(default=65536, gt=0, le=1 << 28, description="tokens per shard")
-    batch_tokens: int = Field(default=16384, gt=0, description="tokens per target forward")
+    batch_tokens: int = Field(
+        default=16384,
+        gt=0,
+        description="tokens per target forward; with another engine: asked for at a time",
+    )
     claim_expiry_s: float = Field(
         default=120,
         gt=0,
         description="a worker that gave no sign of life for so long loses its shards to others",
+    )
+    engine: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="what computes the states; vllm must first agree with transformers on a few",
+    )
+    server_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="of engine vllm, with /v1; its spool folder must be at the same path here",
     )
 
     @model_validator(mode="after")
@@ -91,6 +104,16 @@ class ExtractConfig(StrictModel):
             raise ValueError(f"budget and consumers are for features rolling, not {self.features}")
         if self.budget is not None:
             parse_bytes(self.budget)
+        return self
+
+    @model_validator(mode="after")
+    def _server(self) -> "ExtractConfig":
+        if self.engine == "vllm" and self.server_url is None:
+            raise ValueError("engine vllm needs server_url, for instance http://127.0.0.1:8000/v1")
+        if self.engine == "transformers" and self.server_url is not None:
+            raise ValueError("server_url is read by engine vllm only: set engine, or remove it")
+        if self.engine == "vllm" and self.features == "online":
+            raise ValueError("features online runs the target in the trainer: remove engine")
         return self
 
     @property

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from drafttrain.data.codec import Encoded
 from drafttrain.data.samples import Sample
-from drafttrain.data.store_format import Shard, StoreMeta
+from drafttrain.data.store_format import TRANSFORMERS, Shard, StoreMeta
 from drafttrain.data.store_writer import ShardBuffer
 
 from .claims import ClaimLost, Claims
@@ -52,6 +52,7 @@ class ShardWriter:
         claims: holds every shard that is begun; released once it is sealed or dropped.
         sealed: called with each shard once it is sealed, in the writing thread.
         keep: whether a shard is still wanted; asked before each of its files gets its name.
+        engine: what computes the features.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class ShardWriter:
         claims: Claims,
         sealed: Callable[[Shard], None],
         keep: Callable[[Shard], bool] = lambda shard: True,
+        engine: str = TRANSFORMERS,
     ) -> None:
         self._meta, self._out_dir, self._claims = meta, out_dir, claims
-        self._sealed, self._keep = sealed, keep
+        self._sealed, self._keep, self._engine = sealed, keep, engine
         self._open: dict[int, tuple[Shard, ShardBuffer, list[int]]] = {}
         self._features: Queue[_Filled | None] = Queue()
         self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue()
@@ -107,7 +109,8 @@ class ShardWriter:
             if self._failure is not None:
                 raise self._failure
             self._begun += 1
-        self._open[shard.index] = (shard, ShardBuffer(self._meta, shard, samples), [len(samples)])
+        buffer = ShardBuffer(self._meta, shard, samples, self._engine)
+        self._open[shard.index] = (shard, buffer, [len(samples)])
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no shard is in memory; False if some still are after ``timeout_s``.

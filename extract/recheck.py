@@ -18,12 +18,13 @@ from drafttrain.data.errors import StoreError
 from drafttrain.data.progress import tracked
 from drafttrain.data.store_format import REPAIR, Shard, StoreMeta, plan_shards
 from drafttrain.data.store_gate import columns
+from drafttrain.data.store_parity import COSINE
 from drafttrain.data.store_reader import FeatureStore
 
 from .engine import Engine, Features
+from .parity import agreement
 from .target import Target
 
-COSINE = 0.999
 # Largest relative error of a row: what batches of other shapes do to the target, and rounding.
 _TARGET_ERROR = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
 _CODEC_ERROR = {"fp32": 0.0, "bf16": 5e-3}
@@ -105,8 +106,7 @@ def _compare(
     final = None if features.final is None else features.final.decode()
     new = _rows(features.taps.decode(), final, tokens)
     old = _rows(stored.taps, stored.final, tokens)
-    cosine = torch.nn.functional.cosine_similarity(new, old, dim=-1)
-    error = (new - old).norm(dim=-1) / new.norm(dim=-1)
+    cosine, error = agreement(old, new)
     for column, name in enumerate(check.cosine):
         check.cosine[name] = min(check.cosine[name], float(cosine[:, column].min()))
         check.error[name] = max(check.error[name], float(error[:, column].max()))

@@ -9,16 +9,19 @@ the work was interrupted. Cost: one target forward per token, ``pipeline.SHARDS`
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from drafttrain.data.errors import StoreError
 from drafttrain.data.files import no_space_explained
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
+from drafttrain.data.store_parity import read_parity, write_parity
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.store_writer import is_sealed
 from drafttrain.data.stream import Stream
@@ -27,13 +30,23 @@ from .claims import Claim, Claims
 from .config import ExtractConfig
 from .engine import Engine
 from .opening import STORE_UNIT, check_samples, forecast, open_store
+from .parity import prove_parity
 from .pipeline import ShardWriter
 from .progress import ExtractionProgress
+from .server_engine import ServerEngine
 from .taps import resolve_taps
 from .target import Target
 
 _LONGEST_POLL_S = 1.0
 _LOGGER = logging.getLogger(__name__)
+
+# What can compute the states (``extract.engine``).
+ENGINES: dict[str, Callable[[Target, StoreMeta, ExtractConfig, str], "Engine | ServerEngine"]] = {
+    "transformers": lambda target, meta, config, owner: Engine(
+        target, meta.taps, meta.codec, meta.final_hidden
+    ),
+    "vllm": ServerEngine,
+}
 
 
 class Share(NamedTuple):
@@ -140,9 +153,12 @@ class Worker:
 
     def _extract(self, meta: StoreMeta, claims: Claims) -> None:
         """Take shards while there are any, then wait for those of other workers."""
-        engine = Engine(self._target, meta.taps, meta.codec, meta.final_hidden)
-        writer = ShardWriter(meta, self._out_dir, claims, self._sealed, self._keep)
+        name = self._config.engine
+        engine = ENGINES[name](self._target, meta, self._config, claims.owner)
+        writer = ShardWriter(meta, self._out_dir, claims, self._sealed, self._keep, name)
         with self._progress as progress, engine:
+            if isinstance(engine, ServerEngine):
+                self._prove(engine, meta, claims)
             progress.expect(sum(shard.tokens for shard in self._pending.values()))
             started = time.monotonic()
             with writer:
@@ -165,6 +181,17 @@ class Worker:
             seconds,
             tokens / seconds if tokens else 0,
         )
+
+    def _prove(self, engine: ServerEngine, meta: StoreMeta, claims: Claims) -> None:
+        """Compare the engine before anything of it is written; not if nothing is to be written."""
+        if not self._unfinished():
+            try:
+                read_parity(self._out_dir, meta, self._config.engine)
+                return
+            except StoreError as exc:
+                _LOGGER.warning("%s", exc)
+        record = prove_parity(self._config.engine, engine.both, meta, self._table)
+        write_parity(self._out_dir, record, claims.owner)
 
     def _take(
         self, meta: StoreMeta, claims: Claims, writer: ShardWriter, taken: list[Shard]

@@ -42,6 +42,7 @@ def run(
     expiry_s: float = 120,
     share: tuple[int, int] | None = None,
     file_bytes: int | None = None,
+    server_url: str | None = None,
 ) -> None:
     """Extract.
 
@@ -53,10 +54,13 @@ def run(
         expiry_s: of claims.
         share: worker and number of workers of a static split.
         file_bytes: largest file that the system lets this process write.
+        server_url: let this server compute the states.
     """
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     config = CONFIG.model_copy(update={"claim_expiry_s": expiry_s})
+    if server_url is not None:
+        config = config.model_copy(update={"engine": "vllm", "server_url": server_url})
     loaded = _target(target)
     time.sleep(max(0.0, at - time.time()))
     if share is None:
