@@ -1,7 +1,8 @@
 """Merge the parts of one extraction, written in several folders, into one store.
 
 A shard is checked to the last byte before it is taken (``check_shard``), and comes over as a hard
-link where the file system allows, else as a copy whose checksum is compared; its record last.
+link where the file system allows, else as a copy whose checksum is compared; its record last. A
+second engine's proof comes with its shards; without one in its folder they are not taken.
 Guarantee: the sources are only read; parts with other settings are refused before anything is
 written; killed at any moment, the same command continues; run again, it changes nothing. Cost: one
 pass over what is taken, and where links are impossible a copy of it.
@@ -28,6 +29,7 @@ from .store_format import (
     read_meta,
     write_meta,
 )
+from .store_parity import parity_path, proved
 from .store_shard import checked_head, read_checked_record
 
 _LOGGER = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ def merge_stores(out: Path, sources: Sequence[Path]) -> Merge:
         recipes = [folder / _RECIPE_NAME for folder in (out, *sources)]
         for recipe in [path for path in recipes if path.is_file()][:1]:
             _place(recipe, out / _RECIPE_NAME, file_checksum(recipe))
+        for engine in sorted({engine for folder in sources for engine in proved(folder, meta)}):
+            _take_parity(out, sources, engine, meta)
         shards = [Shard.named(index) for index in range(meta.num_shards)]
         for shard in tracked(shards, f"merge {out.name}"):
             _take_shard(out, sources, shard, merge)
@@ -105,6 +109,15 @@ def _take_head(out: Path, sources: Sequence[Path], merge: Merge) -> None:
         _place(path, out / HEAD_NAME, merge.meta.head_checksum)
         return
     merge.bad += problems or [f"{out}: no part has {HEAD_NAME}"]
+
+
+def _take_parity(out: Path, sources: Sequence[Path], engine: str, meta: StoreMeta) -> None:
+    """Bring an engine's proof over before its shards, unless one is there."""
+    if engine in proved(out, meta):
+        return
+    source = next(folder for folder in sources if engine in proved(folder, meta))
+    path = parity_path(source, engine)
+    _place(path, parity_path(out, engine), file_checksum(path))
 
 
 def _take_shard(out: Path, sources: Sequence[Path], shard: Shard, merge: Merge) -> None:

@@ -114,6 +114,20 @@ def read_parity(folder: Path, meta: StoreMeta, engine: str) -> ParityRecord:
     return record
 
 
+def proved(folder: Path, meta: StoreMeta) -> set[str]:
+    """Engines whose proof in a folder is valid."""
+    names = {path.stem.removeprefix("parity-") for path in folder.glob("parity-*.json")}
+    return {name for name in names if _is_proved(folder, meta, name)}
+
+
+def _is_proved(folder: Path, meta: StoreMeta, engine: str) -> bool:
+    try:
+        read_parity(folder, meta, engine)
+    except StoreError:
+        return False
+    return True
+
+
 def require_parity(folder: Path, meta: StoreMeta, engine: str, shard: str) -> None:
     """Refuse a shard of an engine that has not proved itself here.
 

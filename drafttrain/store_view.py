@@ -1,5 +1,7 @@
 """A store's summary as tables for the screen: ``StoreSummary`` -> a rich renderable."""
 
+from collections import Counter
+
 import numpy as np
 from rich import box
 from rich.console import Group as Screen
@@ -49,6 +51,9 @@ def _settings(summary: StoreSummary) -> Table:
         f" ({human_bytes(meta.bytes_per_token())} a token), without the head",
         "sample table": meta.table_hash,
     }
+    if records:
+        engines = Counter(record.engine for record in records.values())
+        rows["written by"] = ", ".join(f"{name} {n}" for name, n in sorted(engines.items()))
     if meta.order_seed is not None:
         rows["rolling"] = f"in the training order of seed {meta.order_seed}, shards come and go"
         for name, consumer in read_consumers(summary.folder).items():

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drafttrain.data.errors import StoreError
 from drafttrain.data.files import no_space_explained
 from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
-from drafttrain.data.store_parity import read_parity, write_parity
+from drafttrain.data.store_parity import proved, write_parity
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.data.store_writer import is_sealed
 from drafttrain.data.stream import Stream
@@ -184,12 +183,8 @@ class Worker:
 
     def _prove(self, engine: ServerEngine, meta: StoreMeta, claims: Claims) -> None:
         """Compare the engine before anything of it is written; not if nothing is to be written."""
-        if not self._unfinished():
-            try:
-                read_parity(self._out_dir, meta, self._config.engine)
-                return
-            except StoreError as exc:
-                _LOGGER.warning("%s", exc)
+        if not self._unfinished() and self._config.engine in proved(self._out_dir, meta):
+            return
         record = prove_parity(self._config.engine, engine.both, meta, self._table)
         write_parity(self._out_dir, record, claims.owner)
 

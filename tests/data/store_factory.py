@@ -19,6 +19,8 @@ from drafttrain.data.store_format import (
     plan_shards,
     write_meta,
 )
+from drafttrain.data.store_gate import columns
+from drafttrain.data.store_parity import ColumnParity, ParityRecord, write_parity
 from drafttrain.data.store_writer import ShardBuffer
 
 HIDDEN, VOCAB = 8, 32
@@ -114,6 +116,19 @@ def make_store(folder: Path, lengths: list[int] = LENGTHS, **changes) -> MadeSto
     for shard in shards:
         fill(meta, shard, samples).seal(folder)
     return MadeStore(folder, meta, samples, shards)
+
+
+def prove(folder: Path, meta: StoreMeta, cosine: float = 1.0, error: float = 0.0) -> None:
+    """Lay down a second engine's proof with these figures in its last column."""
+    good, last = (
+        ColumnParity(min_cosine=c, mean_cosine=1.0, max_error=e)
+        for c, e in ((1.0, 0.0), (cosine, error))
+    )
+    found = dict.fromkeys(columns(meta), good) | {columns(meta)[-1]: last}
+    write_parity(
+        folder,
+        ParityRecord(engine="vllm", store=meta.identity(), samples={"s": 3}, columns=found),
+    )
 
 
 def change_record(folder: Path, stem: str, **changes) -> None:

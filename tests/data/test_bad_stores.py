@@ -107,7 +107,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "settings are a list": (overwrite("store.json", "[1]"), "store.json"),
     "settings are empty": (overwrite("store.json", ""), "store.json"),
-    "newer format": (edit_json("store.json", format_version=3), "store.json"),
+    "newer format": (edit_json("store.json", format_version=4), "store.json"),
     "no format version": (edit_json("store.json", format_version=...), "store.json"),
     "setting missing": (edit_json("store.json", hidden_size=...), "store.json"),
     "setting unknown": (edit_json("store.json", compression="zip"), "store.json"),

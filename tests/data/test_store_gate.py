@@ -140,6 +140,7 @@ def record_of(index: int, median: float, tokens: int = 1000) -> ShardRecord:
     statistic = StateStatistics(rms=1.0, min=1.0, median=1.0, p99=1.0, max=1.0)
     return ShardRecord(
         index=index,
+        engine="transformers",
         store="s",
         table_hash="t",
         num_samples=1,

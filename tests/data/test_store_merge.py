@@ -13,7 +13,7 @@ from drafttrain.data.errors import StoreError
 from drafttrain.data.store_check import verify_store
 from drafttrain.data.store_merge import merge_stores
 
-from .store_factory import MadeStore, bytes_of, make_store
+from .store_factory import MadeStore, bytes_of, change_record, make_store, prove
 from .test_store_check import flip
 
 
@@ -48,6 +48,21 @@ def test_parts_become_one_store(tmp_path, whole):
     assert again.kept == list(range(6)) and not again.taken
     assert bytes_of(out) == bytes_of(whole.folder)
     assert [bytes_of(folder) for folder in parts] == before
+
+
+def test_shards_of_another_engine_come_with_its_proof(tmp_path, whole):
+    """(fault kind 28)"""
+    change_record(whole.folder, whole.shards[1].stem, engine="vllm")
+    change_record(whole.folder, whole.shards[4].stem, engine="vllm")
+    parts = [part(whole, "a", [0, 2, 3, 5]), part(whole, "b", [1]), part(whole, "c", [4])]
+    prove(parts[2], whole.meta)
+    merge = merge_stores(tmp_path / "out", parts)
+    # The proof of one server says nothing of another's shards.
+    assert merge.missing == [1] and "written by engine 'vllm'" in merge.bad[0]
+    prove(parts[1], whole.meta)
+    assert not merge_stores(tmp_path / "out", parts).missing
+    engines = [record.engine for _, record in sorted(verify_store(tmp_path / "out").whole.items())]
+    assert engines == [("transformers", "vllm")[i in (1, 4)] for i in range(6)]
 
 
 def test_missing_shards_are_named_and_may_come_later(tmp_path, whole):

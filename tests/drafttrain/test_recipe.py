@@ -175,3 +175,19 @@ def test_missing_recipe_file_and_folder(tmp_path):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="is a folder"):
         load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["extract.engine=vllm"], "engine vllm needs server_url"),
+        (["extract.server_url=http://host/v1"], "server_url is read by engine vllm only"),
+        (["extract.engine=vllm", "extract.server_url=host:8000"], "extract.server_url"),
+        (["extract.engine=sglang"], "extract.engine"),
+    ],
+)
+def test_a_second_engine_and_its_server_come_together(recipe_file, overrides, words):
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(recipe_file, tuple(overrides))
+    served = ("extract.engine=vllm", "extract.server_url=http://host:8000/v1")
+    assert load_recipe(recipe_file, served).extract.engine == "vllm"

@@ -8,7 +8,7 @@ import pytest
 from drafttrain import store_tools
 from drafttrain.data.errors import StoreError
 from drafttrain.data.store_info import summarise_store
-from tests.data.store_factory import LENGTHS, MadeStore, bytes_of, make_store
+from tests.data.store_factory import LENGTHS, MadeStore, bytes_of, change_record, make_store, prove
 from tests.data.test_store_check import flip
 
 
@@ -45,6 +45,17 @@ def test_info_shows_a_finished_store(made, capsys):
         ["8", "15", "1"],
         ["16", "31", "1"],
     ]
+
+
+def test_info_counts_the_shards_of_each_engine(made, capsys):
+    change_record(made.folder, made.shards[2].stem, engine="vllm")
+    prove(made.folder, made.meta)
+    store_tools.info(made.folder)
+    assert "transformers 3, vllm 1" in capsys.readouterr().out
+    (made.folder / "parity-vllm.json").unlink()
+    store_tools.info(made.folder)
+    shown = capsys.readouterr().out
+    assert "transformers 3" in shown and "written by engine 'vllm'" in " ".join(shown.split())
 
 
 def test_info_shows_an_unfinished_and_damaged_store(made, capsys):
