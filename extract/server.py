@@ -81,6 +81,7 @@ class StateServer:
         self._stop, self._once = threading.Event(), threading.Lock()
         self._model: str | None = None
         self._spool: Path | None = None
+        self._told = False
 
     def __enter__(self) -> "StateServer":
         limits = httpx.Limits(max_connections=REQUESTS)
@@ -130,7 +131,8 @@ class StateServer:
         self._stop.wait(seconds)
 
     def _say(self, state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
+        if not self._told and state.outcome is not None:
+            self._told = True  # once an outage, not once a request
             _LOGGER.warning("%s: %s; trying again", self._url, state.outcome.exception())
 
     def _ask(self, ids: Ids, attempts: "itertools.count[int]") -> Reply:
@@ -157,12 +159,21 @@ class StateServer:
                 f"{self._url}: {path} is not a file of request {name}: the server must name files"
                 " after the request (X-Request-Id)"
             )
-        return Reply(self._read(Path(path), ids), params.get("layer_ids"), interrupted)
+        states = self._read(Path(path), ids)
+        self._told = False
+        return Reply(states, params.get("layer_ids"), interrupted)
 
     def _served_model(self) -> str:
         with self._once:
             if self._model is None:
-                self._model = self._call("GET", "models")["data"][0]["id"]
+                served = self._call("GET", "models")
+                try:
+                    self._model = str(served["data"][0]["id"])
+                except (LookupError, TypeError):
+                    raise StoreError(
+                        f"{self._url}/models names no model ({str(served)[:200]}): check that"
+                        " extract.server_url is an OpenAI-compatible server's, with /v1"
+                    ) from None
             return self._model
 
     def _call(self, method: str, route: str, **what: Any) -> dict[str, Any]:
@@ -212,7 +223,7 @@ class StateServer:
 
     def _sweep(self, spool: Path) -> None:
         """Remove files of dead workers, and when this one ends its own."""
-        for path in spool.iterdir():
+        for path in spool.glob("*drafttrain-*"):
             match = _OURS.search(path.name)
             if match is None:
                 continue

@@ -22,7 +22,7 @@ from drafttrain.data.samples import SampleTable, read_table
 from drafttrain.data.store_format import Shard, StoreMeta, plan_shards
 from drafttrain.data.store_parity import proved, write_parity
 from drafttrain.data.store_reader import FeatureStore
-from drafttrain.data.store_writer import is_sealed
+from drafttrain.data.store_writer import is_sealed, sealed_record
 from drafttrain.data.stream import Stream
 
 from .claims import Claim, Claims
@@ -182,9 +182,13 @@ class Worker:
         )
 
     def _prove(self, engine: ServerEngine, meta: StoreMeta, claims: Claims) -> None:
-        """Compare the engine before anything of it is written; not if nothing is to be written."""
-        if not self._unfinished() and self._config.engine in proved(self._out_dir, meta):
-            return
+        """Compare the engine before anything of it is written, or what it wrote lacks its proof."""
+        if not self._unfinished():
+            records = [sealed_record(self._out_dir, shard, meta) for shard in self._shards]
+            name = self._config.engine
+            wrote = any(record is not None and record.engine == name for record in records)
+            if not wrote or name in proved(self._out_dir, meta):
+                return
         record = prove_parity(self._config.engine, engine.both, meta, self._table)
         write_parity(self._out_dir, record, claims.owner)
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ class StatesServer:
         self.drop: Callable[[int], bool] = lambda number: False
         """Whether to drop a request's connection, by its number from 0."""
         self.spoil: Callable[[int], str] = lambda number: ""
-        """ "lost": the file is never written; "short": it is cut."""
+        """ "lost": the file is never written; "short": it is cut; "silent": there is no answer."""
         self.latency = 0.0
+        self.answers: Callable[[Path], dict[str, Any]] = self._params
+        """``kv_transfer_params`` of an answer."""
         self._target, self._spool = target, spool
         self._all = TapRecorder(target.layers, range(target.num_layers))
         self._lock = threading.Lock()
@@ -78,16 +81,26 @@ class StatesServer:
         states = torch.cat([self._target.embed(tokens)[:, None], outputs], dim=1)
         return self.change({"token_ids": tokens, "hidden_states": states[:, self.layers]})
 
-    def _answer(self, path: Path) -> dict[str, Any]:
+    def _done(self, ids: list[int]) -> None:
+        with self._lock:
+            self._underway -= len(ids)
+
+    def _params(self, path: Path) -> dict[str, Any]:
         params: dict[str, Any] = {"hidden_states_path": str(path)}
         if self.tells_layers:
             params["layer_ids"] = self.layers
-        return {"choices": [{"text": ""}], "kv_transfer_params": params}
+        return params
+
+    def _answer(self, path: Path) -> dict[str, Any]:
+        return {"choices": [{"text": ""}], "kv_transfer_params": self.answers(path)}
 
     def _handler(outer) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send({"data": [{"id": "served"}]})
+                if self.path == "/v1/models":
+                    self._send({"data": [{"id": "served"}]})
+                else:
+                    self._send({"detail": "not found"}, 404 if "v2" in self.path else 200)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -98,31 +111,34 @@ class StatesServer:
                     outer.requests.append(ids)
                     outer._underway += len(ids)
                     outer.most_tokens = max(outer.most_tokens, outer._underway)
-                try:
-                    if outer.drop(number):
-                        self.close_connection = True
-                        return
-                    time.sleep(outer.latency)
-                    self._store(number, ids)
-                finally:
-                    with outer._lock:
-                        outer._underway -= len(ids)
+                if outer.drop(number):
+                    self.close_connection = True
+                    outer._done(ids)
+                    return
+                self._store(number, ids)
 
             def _store(self, number: int, ids: list[int]) -> None:
                 name = f"cmpl-{self.headers['X-Request-Id']}-0-{number:08x}.safetensors"
                 path, spoil = outer._spool / name, outer.spoil(number)
                 with Path(f"{path}.lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    self._send(outer._answer(path))
+                    time.sleep(outer.latency)
+                    if spoil == "silent":
+                        self.close_connection = True
+                    else:
+                        with suppress(ConnectionError):  # of a client that was killed
+                            self._send(outer._answer(path))
                     if spoil == "lost":
+                        outer._done(ids)
                         return
                     save_file({k: v.contiguous() for k, v in outer._compute(ids).items()}, path)
                     if spoil == "short":
                         path.write_bytes(path.read_bytes()[:-100])
+                    outer._done(ids)  # before the client can know
 
-            def _send(self, reply: dict[str, Any]) -> None:
+            def _send(self, reply: dict[str, Any], status: int = 200) -> None:
                 content = json.dumps(reply).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()

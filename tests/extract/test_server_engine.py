@@ -149,12 +149,15 @@ def test_a_server_started_anew_with_other_layers_is_noticed(target, table, serve
 
 
 def test_a_server_that_dies_and_comes_back(target, table, served, spool, tmp_path, monkeypatch):
-    """Lost connections, a file that was never written and one cut short are asked for again."""
+    """Lost connections and answers, files never written or cut short: asked for again.
+
+    (fault kind 32)
+    """
     monkeypatch.setattr(server, "_FIRST_WAIT_S", 0.01)
     served.drop = lambda number: 7 <= number < 12
-    served.spoil = lambda number: {13: "lost", 15: "short"}.get(number, "")
+    served.spoil = lambda number: {13: "lost", 15: "short", 17: "silent"}.get(number, "")
     theirs = extract(target, through(served), table, tmp_path / "theirs")
-    assert len(served.requests) == 5 + len(LENGTHS) + 5 + 2
+    assert len(served.requests) == 5 + len(LENGTHS) + 5 + 3
     ours = extract(target, CONFIG, table, tmp_path / "ours")
     assert max(differences(theirs, ours)) <= 1e-5
     assert list(spool.iterdir()) == []
@@ -167,6 +170,28 @@ def test_a_server_that_stays_away_is_named(target, table, served, tmp_path, monk
         extract(target, through(served), table, tmp_path / "store")
     served.drop = lambda number: False
     assert len(extract(target, through(served), table, tmp_path / "store")) == len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("route", "words"), [("/v2", "status 404"), ("", "names no model")], ids=["404", "no model"]
+)
+def test_an_address_that_is_no_such_server_is_named(target, table, served, tmp_path, route, words):
+    config = through(served, server_url=served.url.removesuffix("/v1") + route)
+    with pytest.raises(StoreError, match=rf"{words}.*check.*extract.server_url"):
+        extract(target, config, table, tmp_path / "store")
+
+
+def test_a_server_without_states_or_with_a_folder_of_its_own(target, table, served, tmp_path):
+    served.answers = lambda path: {}
+    with pytest.raises(StoreError, match=r"computes no hidden states.*extract_hidden_states"):
+        extract(target, through(served), table, tmp_path / "store")
+    served.answers = lambda path: {"hidden_states_path": f"/elsewhere/{path.name}"}
+    with pytest.raises(StoreError, match=r"/elsewhere/.*does not exist.*the same path"):
+        extract(target, through(served), table, tmp_path / "store")
+    served.answers = lambda path: {"hidden_states_path": str(table)}
+    with pytest.raises(StoreError, match=r"is not a file of request"):
+        extract(target, through(served), table, tmp_path / "store")
+    assert table.exists()  # what is not ours is never removed
 
 
 def test_tokens_on_their_way_are_bounded(target, table, served, tmp_path):
@@ -186,6 +211,13 @@ def test_what_dead_workers_left_is_removed(target, table, served, spool, tmp_pat
     os.utime(dead, (1, 1))
     extract(target, through(served), table, tmp_path / "store")
     assert sorted(spool.iterdir()) == sorted([ended, foreign])
+
+
+def test_where_nothing_is_left_to_do_no_server_is_needed(target, table, tmp_path):
+    extract(target, CONFIG, table, tmp_path / "store")
+    nobody = {"engine": "vllm", "server_url": "http://127.0.0.1:9/v1"}
+    extract(target, CONFIG.model_copy(update=nobody), table, tmp_path / "store")
+    assert not (tmp_path / "store" / "parity-vllm.json").exists()
 
 
 def test_a_mixed_store_needs_the_proof(target, table, served, tmp_path):
@@ -213,12 +245,13 @@ def test_a_mixed_store_needs_the_proof(target, table, served, tmp_path):
 def test_a_killed_extraction_is_resumed(tmp_path, served, spool, target):
     """(fault kinds 32, 33)"""
     table = make_table(tmp_path / "many.parquet", LENGTHS * 3)
-    served.layers, served.latency = [2, 4, 6], 0.01  # taps of the killed runs
+    served.layers, served.latency = [2, 4, 6], 0.05  # taps of the killed runs
     processes = Server(save_target(tmp_path / "target", "qwen3"), table, tmp_path / "errors")
     out = tmp_path / "store"
     for files in (6, 15):
         pid = processes.start(out, server_url=served.url)
         wait_for_files(out, files)
+        wait_for_files(spool, 1, "*.lock")
         os.kill(pid, signal.SIGKILL)
         assert processes.wait(pid)[0] == -signal.SIGKILL
     time.sleep(0.2)  # the server still writes what it was asked for
