@@ -9,17 +9,18 @@ free when extraction removes the files. Ids and masks come from the sample table
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from .codec import CODECS, Encoded
 from .consumers import Consumer, report_consumer
 from .errors import StoreError
+from .read_ahead import ReadAhead
+from .shard_states import ShardStates
 from .store_format import META_NAME, Shard, StoreMeta, plan_shards, read_meta
 from .store_reader import StoredSample, stored_sample
-from .store_shard import ShardFiles, checked_head, read_checked_record
+from .store_shard import checked_head, read_checked_record
 from .stream import Stream
 
 _POLL_S = 0.2
@@ -58,7 +59,9 @@ class RollingStore:
         # A store that goes on further than this reader has the same shards up to its last one.
         self._shards = plan_shards(stream.lengths, self.meta.shard_tokens)
         self._first = np.array([shard.first for shard in self._shards])
-        self._open: dict[int, dict[str, Tensor]] = {}
+        self._open: dict[int, ShardStates] = {}
+        self._fields = list(self.meta.fields())
+        self._ahead: ReadAhead[int, StoredSample] = ReadAhead()
 
     def _check_order(self) -> None:
         meta, stream = self.meta, self._stream
@@ -103,19 +106,23 @@ class RollingStore:
                     )
                 time.sleep(_POLL_S)
 
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Say which positions will be read next; those whose shard is open are read ahead."""
+        there = [position for position in positions if self._shard_of(position) in self._open]
+        self._ahead.expect(there, self._load)
+
     def sample(self, position: int) -> StoredSample:
-        """The sample at a position that was waited for; its states are slices of a memory map."""
-        index = self._shard_of(position)
-        shard, tensors = self._shards[index], self._open[index]
-        start = int(self._stream.lengths[shard.first : position].sum())
-        rows = slice(start, start + int(self._stream.lengths[position]))
+        """The sample at a position that was waited for; its states are slices of a memory map.
 
-        def encoded(field: str) -> Encoded:
-            codec = CODECS[self.meta.codec][field]
-            return Encoded(codec, {s: tensors[field + s][rows] for s in codec.parts})
+        Raises:
+            StoreError: its bytes have changed since they were written.
+        """
+        return self._ahead.take(position, self._load)
 
-        final = encoded("final").decode() if self.meta.final_hidden else None
-        return stored_sample(self._stream[position], encoded("taps"), final)
+    def _load(self, position: int) -> StoredSample:
+        index, sample = self._shard_of(position), self._stream[position]
+        row = position - self._shards[index].first
+        return stored_sample(sample, **self._open[index].read(row, sample.sample_id, self._fields))
 
     def release(self, position: int) -> None:
         """Close all shards that end at or before a position, and say that they are not needed.
@@ -146,11 +153,7 @@ class RollingStore:
             lengths = self._stream.lengths[shard.first : shard.stop]
             if record.lengths[: len(lengths)] != lengths.tolist():
                 raise StoreError(f"{record_path}: holds other samples than this place of the order")
-            whole = Shard(shard.index, shard.first, shard.stop, record.num_tokens)
-            files = ShardFiles(
-                self._folder, self.meta, whole, record.files, np.array(record.lengths)
-            )
-            self._open[shard.index] = files.map_states()
+            self._open[shard.index] = ShardStates(self._folder, self.meta, record)
         except (StoreError, FileNotFoundError):
             if not record_path.exists():
                 return False

@@ -1,9 +1,10 @@
 """Check a store, finished or not: folder -> which shards are whole, bad or missing, and why.
 
-Every shard is judged on its own, so one bad file hides no other: record and seal, sizes, checksums,
-headers, Parquet columns, the gate of ``store_gate`` on every stored row, norms against the record,
-and the norms of all shards against each other. Nothing is changed. Cost: every byte is read once
-from the disk and once from memory, 0.6 s a GB and core, several shards at a time.
+Every shard is judged on its own, so one bad file hides no other: record and seal, sizes, checksums
+of files and samples, headers, Parquet columns, the gate of ``store_gate`` on every stored row,
+norms against the record, and the norms of all shards against each other. Nothing is changed. Cost:
+every byte is read once from the disk and twice from memory, 0.7 s a GB and core, several shards at
+a time.
 """
 
 import os
@@ -12,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from rich.progress import DownloadColumn, TransferSpeedColumn
 from torch import Tensor
 
 from .errors import StoreError
 from .progress import make_progress
+from .shard_states import ShardStates, checksum_rows
 from .store_format import (
     REMEDY,
     REPAIR,
@@ -35,7 +36,13 @@ from .store_gate import (
     statistics,
 )
 from .store_reader import FeatureStore
-from .store_shard import ShardFiles, ShardIndex, checked_head, read_checked_record
+from .store_shard import (
+    ShardIndex,
+    checked_head,
+    load_index,
+    read_checked_record,
+    verify_file,
+)
 
 _THREADS = 8  # reading, checksums and norms all run outside the interpreter's lock
 
@@ -159,19 +166,12 @@ def check_shard(folder: Path, meta: StoreMeta, index: int) -> ShardRecord:
     """
     shard = Shard.named(index)
     record = read_checked_record(folder, shard, meta)
-    lengths = np.array(record.lengths, dtype=np.int64)
-    if (len(lengths), int(lengths.sum())) != (record.num_samples, record.num_tokens):
-        raise StoreError(
-            f"{folder / shard.record}: {record.num_samples} samples and {record.num_tokens} tokens"
-            f" are not those of its lengths; {REPAIR}"
-        )
-    files = ShardFiles(
-        folder, meta, Shard(index, 0, len(lengths), record.num_tokens), record.files, lengths
-    )
-    samples, tensors = files.load_index(), files.map_states()
+    samples = load_index(folder, record)
+    verify_file(folder / shard.states, record.files[shard.states])
+    tensors = ShardStates(folder, meta, record).tensors
     norms = row_norms(meta, tensors)
     names = [entry["sample_id"] for entry in samples.names]
-    problem = _bad_sample(meta, samples, tensors, norms)
+    problem = _bad_sample(meta, record, samples, tensors, norms)
     problem = problem or find_bad_norm(meta, norms, samples.offsets, names)
     problem = problem or find_other_statistics(record, statistics(meta, norms))
     if problem is not None:
@@ -180,13 +180,21 @@ def check_shard(folder: Path, meta: StoreMeta, index: int) -> ShardRecord:
 
 
 def _bad_sample(
-    meta: StoreMeta, samples: ShardIndex, tensors: dict[str, Tensor], norms: Tensor
+    meta: StoreMeta,
+    record: ShardRecord,
+    samples: ShardIndex,
+    tensors: dict[str, Tensor],
+    norms: Tensor,
 ) -> str | None:
     """The first sample of a shard that is bad by itself."""
     for row, entry in enumerate(samples.names):
         tokens = slice(int(samples.offsets[row]), int(samples.offsets[row + 1]))
         part = {name: tensor[tokens] for name, tensor in tensors.items()}
         problem = find_bad_state(meta, part, norms[tokens], samples.input_ids[tokens])
+        for name, tensors_of in meta.fields().items():
+            found = checksum_rows(part[n] for n in tensors_of)
+            if problem is None and found != record.sample_checksums[name][row]:
+                problem = f"{name} do not have the recorded checksum"
         if problem is not None:
             return f"sample {entry['sample_id']}: {problem}"
     return None

@@ -105,6 +105,12 @@ class StoreMeta(_Strict):
             for suffix, part in CODECS[self.codec][field].parts.items()
         }
 
+    def fields(self) -> dict[str, list[str]]:
+        """ "taps" and, where the store has it, "final" -> the names of its tensors, sorted."""
+        names = ("taps", "final") if self.final_hidden else ("taps",)
+        codec = CODECS[self.codec]
+        return {name: sorted(name + suffix for suffix in codec[name].parts) for name in names}
+
     def bytes_per_token(self) -> int:
         """Forecast of stored bytes per token: states, plus 5 bytes of id and mask."""
         return sum(dtype.itemsize * prod(shape) for dtype, shape in self.tensors().values()) + 5
@@ -136,7 +142,11 @@ class StateStatistics(_Strict):
 
 
 class ShardRecord(_Strict):
-    """The seal of one shard (``shard-NNNNN.json``)."""
+    """The seal of one shard (``shard-NNNNN.json``).
+
+    ``sample_checksums`` has one per sample and field: xxh3-64 of its rows of the field's tensors,
+    in the order of their names.
+    """
 
     index: int
     engine: str
@@ -149,6 +159,7 @@ class ShardRecord(_Strict):
     taps: dict[str, StateStatistics]
     final: StateStatistics | None
     files: dict[str, FileRecord]
+    sample_checksums: dict[str, list[str]]
     seal: str = ""
 
     @property

@@ -2,13 +2,13 @@
 
 States come as slices of a memory map (``taps [n, n_taps, hidden]`` as they are encoded, ``final [n,
 hidden]``), so a sample costs the pages it touches. Guarantee: a store opens only if every planned
-shard is sealed, of this store and of its recorded size; a shard's checksums and header are checked
-the first time it is used. Memory: a bounded number of shards is mapped and indexed at a time;
-nothing is kept per sample read. Cost: opening reads one small record per shard, the first use of a
-shard reads it once.
+shard is sealed, of this store and of its recorded size; a sample's checksums are compared every
+time it is read (``shard_states``), those of ids and masks when a shard's are loaded. Memory: a
+bounded number of shards is mapped and indexed at a time; nothing is kept per sample read. Cost:
+opening reads one small record per shard; a sample, itself and at most the ids of its shard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,14 +19,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .codec import CODECS, Encoded
+from .codec import Encoded
 from .errors import StoreError
+from .read_ahead import ReadAhead
 from .samples import Sample
+from .shard_states import ShardStates
 from .store_format import REPAIR, Shard, ShardRecord, StoreMeta, plan_shards, read_meta
-from .store_shard import ShardFiles, ShardIndex, checked_head, read_records
+from .store_shard import ShardIndex, checked_head, load_index, read_records
 
 # Bounds on what stays open; samples in use keep their own map alive.
-_MAPPED_SHARDS = 8
+_OPEN_SHARDS = 8
 _INDEXED_SHARDS = 64
 
 
@@ -72,7 +74,7 @@ class StoredSample(SampleIndex):
         return self.encoded_taps.decode()
 
 
-def stored_sample(sample: Sample, taps: Encoded, final: Tensor | None) -> StoredSample:
+def stored_sample(sample: Sample, taps: Encoded, final: Encoded | None = None) -> StoredSample:
     """A row of a sample table with its states; arguments as ``StoredSample``."""
     return StoredSample(
         sample_id=sample.sample_id,
@@ -82,7 +84,7 @@ def stored_sample(sample: Sample, taps: Encoded, final: Tensor | None) -> Stored
         input_ids=torch.from_numpy(sample.input_ids.astype(np.int64)),
         loss_mask=torch.from_numpy(sample.loss_mask.copy()),
         encoded_taps=taps,
-        final=final,
+        final=None if final is None else final.decode(),
     )
 
 
@@ -123,19 +125,15 @@ class FeatureStore:
         shards = plan_shards(self.lengths, self.meta.shard_tokens)
         self._check_plan(shards, records)
         self._first = np.array([shard.first for shard in shards], dtype=np.int64)
-        files = [
-            ShardFiles(
-                self.path, self.meta, shard, record.files, self.lengths[shard.first : shard.stop]
-            )
-            for shard, record in zip(shards, records, strict=True)
-        ]
+        folder, meta = self.path, self.meta
         # The caches do not refer to the store, so its maps close as soon as it is dropped.
         self._index: Callable[[int], ShardIndex] = lru_cache(_INDEXED_SHARDS)(
-            lambda shard: files[shard].load_index()
+            lambda shard: load_index(folder, records[shard])
         )
-        self._states: Callable[[int], dict[str, Tensor]] = lru_cache(_MAPPED_SHARDS)(
-            lambda shard: files[shard].map_states()
+        self._states: Callable[[int], ShardStates] = lru_cache(_OPEN_SHARDS)(
+            lambda shard: ShardStates(folder, meta, records[shard])
         )
+        self._ahead: ReadAhead[int, StoredSample] = ReadAhead()
 
     def __reduce__(self) -> tuple[type["FeatureStore"], tuple[Path]]:
         # A worker process opens (and checks) its own maps.
@@ -153,20 +151,20 @@ class FeatureStore:
         """Sample ``i`` without its states (no state file is touched)."""
         return SampleIndex(**self._fields(*self._locate(i)))
 
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Say which samples will be read next, in this order; threads read and check them ahead.
+
+        Replaces what was said before. Problems appear when the sample is read.
+        """
+        self._ahead.expect(samples, self._load)
+
     def sample(self, i: int) -> StoredSample:
-        """Sample ``i`` with its states, as slices of the memory map."""
-        shard, row = self._locate(i)
-        fields = self._fields(shard, row)
-        start = int(self._index(shard).offsets[row])
-        stop = start + int(self.lengths[i])
-        tensors = self._states(shard)
+        """Sample ``i`` with its states, as slices of the memory map.
 
-        def encoded(field: str) -> Encoded:
-            codec = CODECS[self.meta.codec][field]
-            return Encoded(codec, {s: tensors[field + s][start:stop] for s in codec.parts})
-
-        final = encoded("final").decode() if self.meta.final_hidden else None
-        return StoredSample(**fields, encoded_taps=encoded("taps"), final=final)
+        Raises:
+            StoreError: its bytes have changed since they were written.
+        """
+        return self._ahead.take(i, self._load)
 
     def checked_head(self) -> Path:
         """Checksum ``head.safetensors`` and return its path.
@@ -181,6 +179,13 @@ class FeatureStore:
             raise IndexError(f"sample {i} of a store of {len(self)}")
         shard = int(np.searchsorted(self._first, i, side="right")) - 1
         return shard, i - int(self._first[shard])
+
+    def _load(self, i: int) -> StoredSample:
+        shard, row = self._locate(i)
+        fields = self._fields(shard, row)
+        states = self._states(shard).read(row, fields["sample_id"], list(self.meta.fields()))
+        final = states["final"].decode() if "final" in states else None
+        return StoredSample(**fields, encoded_taps=states["taps"], final=final)
 
     def _fields(self, shard: int, row: int) -> dict[str, Any]:
         index = self._index(shard)

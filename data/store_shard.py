@@ -1,8 +1,7 @@
-"""Read one shard of a feature store: its record, its Parquet index, its memory-mapped states.
+"""Read the small files of a feature store: head, records and Parquet indices.
 
-Guarantee: a file's checksum is compared with the record the first time this process uses it, and
-what the file holds (columns, rows, tensor names, dtypes, shapes) must be what the store's settings
-and the record say. Cost: the first use of a file reads it once; later ones map or parse it only.
+Guarantee: whatever is returned belongs to the store, and what a file holds (columns, rows, lengths)
+is what its record says, by checksum. The states have a module of their own, ``shard_states``.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
+import xxhash
 
 from .errors import StoreError
 from .files import file_checksum
@@ -30,7 +29,6 @@ from .store_format import (
     read_record,
 )
 from .store_parity import require_parity
-from .tensor_map import map_tensors
 
 _NAMED_IN_ERRORS = 8
 
@@ -52,96 +50,57 @@ class ShardIndex:
     loss_mask: npt.NDArray[np.bool_]
 
 
-class ShardFiles:
-    """The two data files of one sealed shard.
+def verify_file(path: Path, wanted: FileRecord) -> None:
+    """Read a whole file and compare its checksum with the recorded one.
 
-    Args:
-        folder: the store.
-        meta: its settings.
-        shard: the planned shard.
-        files: sizes and checksums from its record.
-        lengths: int64 ``[samples]``, tokens per sample from its record.
+    Raises:
+        StoreError: its bytes have changed.
     """
+    _compare(path, file_checksum(path), wanted)
 
-    def __init__(
-        self,
-        folder: Path,
-        meta: StoreMeta,
-        shard: Shard,
-        files: dict[str, FileRecord],
-        lengths: npt.NDArray[np.int64],
-    ) -> None:
-        self._folder = folder
-        self._meta = meta
-        self._shard = shard
-        self._files = files
-        self._lengths = lengths
-        self._verified: set[str] = set()
 
-    def _verify(self, name: str) -> Path:
-        path = self._folder / name
-        if name not in self._verified:
-            found = file_checksum(path)
-            wanted = self._files[name].xxh3_128
-            if found != wanted:
-                raise StoreError(
-                    f"{path}: its bytes have changed since it was written (checksum {found},"
-                    f" recorded {wanted}); {REPAIR}"
-                )
-            self._verified.add(name)
-        return path
-
-    def load_index(self) -> ShardIndex:
-        """Read the Parquet file.
-
-        Raises:
-            StoreError: its bytes, columns, rows or lengths are not the recorded ones.
-        """
-        path = self._verify(self._shard.parquet)
-        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
-        try:
-            table = pq.read_table(path, memory_map=False)
-        except (pa.ArrowInvalid, OSError) as exc:
-            raise StoreError(f"{path}: not readable ({exc}); {REPAIR}") from None
-        if not table.schema.equals(INDEX_SCHEMA):
-            raise StoreError(
-                f"{path}: columns {table.schema.names} instead of {INDEX_SCHEMA.names}; {REPAIR}"
-            )
-        ids, mask = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
-        lengths = [table["length"], ids.value_lengths(), mask.value_lengths()]
-        agree = len(table) == len(self._lengths) and all(
-            np.array_equal(found.to_numpy(), self._lengths) for found in lengths
-        )
-        if not agree or not np.array_equal(table["offset"].to_numpy(), offsets[:-1]):
-            raise StoreError(
-                f"{path}: its rows, lengths or offsets are not the recorded ones; {REPAIR}"
-            )
-        return ShardIndex(
-            names=table.select(["sample_id", "source", "mode", "greedy"]).to_pylist(),
-            offsets=offsets,
-            input_ids=ids.flatten().to_numpy(),
-            loss_mask=mask.flatten().to_numpy(zero_copy_only=False),
+def _compare(path: Path, found: str, wanted: FileRecord) -> None:
+    if found != wanted.xxh3_128:
+        raise StoreError(
+            f"{path}: its bytes have changed since it was written (checksum {found},"
+            f" recorded {wanted.xxh3_128}); {REPAIR}"
         )
 
-    def map_states(self) -> dict[str, Tensor]:
-        """Map the safetensors file: tensor name -> ``[tokens, ...]``.
 
-        Raises:
-            StoreError: its bytes, names, dtypes or shapes are not the recorded ones.
-        """
-        path = self._verify(self._shard.states)
-        tensors = map_tensors(path, REPAIR)
-        found = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        wanted = {
-            name: (dtype, (self._shard.tokens, *shape))
-            for name, (dtype, shape) in self._meta.tensors().items()
-        }
-        if found != wanted:
-            raise StoreError(
-                f"{path}: holds {found}, the record and store.json say {wanted} (one row per"
-                f" token); {REPAIR}"
-            )
-        return tensors
+def load_index(folder: Path, record: ShardRecord) -> ShardIndex:
+    """Read the Parquet file of a sealed shard, checking its checksum.
+
+    Raises:
+        StoreError: its bytes, columns, rows or lengths are not the recorded ones.
+    """
+    name = Shard.named(record.index).parquet
+    path, lengths = folder / name, np.array(record.lengths, dtype=np.int64)
+    data = path.read_bytes()
+    _compare(path, xxhash.xxh3_128_hexdigest(data), record.files[name])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (pa.ArrowInvalid, OSError) as exc:
+        raise StoreError(f"{path}: not readable ({exc}); {REPAIR}") from None
+    if not table.schema.equals(INDEX_SCHEMA):
+        raise StoreError(
+            f"{path}: columns {table.schema.names} instead of {INDEX_SCHEMA.names}; {REPAIR}"
+        )
+    ids, mask = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+    counts = [table["length"], ids.value_lengths(), mask.value_lengths()]
+    agree = len(table) == len(lengths) and all(
+        np.array_equal(found.to_numpy(), lengths) for found in counts
+    )
+    if not agree or not np.array_equal(table["offset"].to_numpy(), offsets[:-1]):
+        raise StoreError(
+            f"{path}: its rows, lengths or offsets are not the recorded ones; {REPAIR}"
+        )
+    return ShardIndex(
+        names=table.select(["sample_id", "source", "mode", "greedy"]).to_pylist(),
+        offsets=offsets,
+        input_ids=ids.flatten().to_numpy(),
+        loss_mask=mask.flatten().to_numpy(zero_copy_only=False),
+    )
 
 
 def checked_head(folder: Path, meta: StoreMeta) -> Path:
@@ -215,4 +174,12 @@ def read_checked_record(folder: Path, shard: Shard, meta: StoreMeta) -> ShardRec
             )
     if record.engine != TRANSFORMERS:
         require_parity(folder, meta, record.engine, shard.record)
+    sums = {field: len(found) for field, found in record.sample_checksums.items()}
+    counts = (len(record.lengths), sum(record.lengths), sums)
+    samples = record.num_samples
+    if counts != (samples, record.num_tokens, dict.fromkeys(meta.fields(), samples)):
+        raise StoreError(
+            f"{folder / shard.record}: {samples} samples and {record.num_tokens} tokens"
+            f" are not those of its lengths and checksums; {REPAIR}"
+        )
     return record

@@ -4,8 +4,8 @@
 ``[tokens, hidden]``), filled sample by sample in any order. Gate (``store_gate``): a sample whose
 states are not one row per token, not finite, zero in a whole row or repeated never gets in, and a
 shard with absurd norms is not written. Guarantee: bytes depend only on samples and states, not on
-the order of filling. Cost: the shard in memory once, one pass for norms, one write, hashed on
-its way.
+the order of filling. Cost: the shard in memory once, one pass for norms and one for checksums of
+samples while they are in the cache, one write, hashed on its way.
 """
 
 import io
@@ -23,6 +23,7 @@ from .codec import CODECS, Encoded
 from .errors import StoreError
 from .files import publish, write_json
 from .samples import Sample
+from .shard_states import checksum_rows
 from .store_format import (
     INDEX_SCHEMA,
     TRANSFORMERS,
@@ -71,6 +72,9 @@ class ShardBuffer:
             for name, (dtype, shape) in meta.tensors().items()
         }
         self._norms = torch.zeros((shard.tokens, len(columns(meta))))
+        self._checksums: dict[str, list[str]] = {
+            name: [""] * len(samples) for name in meta.fields()
+        }
         self._filled = [False] * len(samples)
 
     def add(self, position: int, taps: Tensor | Encoded, final: Tensor | Encoded | None) -> None:
@@ -102,6 +106,8 @@ class ShardBuffer:
             for suffix, part in states.parts.items():
                 self._tensors[field + suffix][start : start + length] = part
         tensors = {name: part[start : start + length] for name, part in self._tensors.items()}
+        for field, names in self._meta.fields().items():
+            self._checksums[field][position] = checksum_rows(tensors[name] for name in names)
         norms = row_norms(self._meta, tensors)
         problem = find_bad_state(self._meta, tensors, norms, sample.input_ids)
         if problem is not None:
@@ -150,6 +156,7 @@ class ShardBuffer:
             taps=taps,
             final=final,
             files={shard.parquet: index, shard.states: states},
+            sample_checksums=self._checksums,
         ).sealed()
         write_json(folder / shard.record, record.model_dump(), owner, confirm)
         return record

@@ -55,6 +55,9 @@ class Features(Protocol):
     def wait(self, positions: range) -> None:
         """Return when these positions can be read; of a whole step, so that all ranks wait."""
 
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """What this rank will read next, in this order; replaces what was said before."""
+
     def read(self, positions: Sequence[int]) -> list[Drawn]:
         """The samples of one micro-batch, each with its epoch."""
 
@@ -107,6 +110,10 @@ class _Stored:
     def wait(self, positions: range) -> None:
         pass
 
+    def prefetch(self, positions: Sequence[int]) -> None:
+        count, seed = len(self.lengths), self._seed
+        self._store.prefetch(sample_at(count, seed, position)[1] for position in positions)
+
     def read(self, positions: Sequence[int]) -> list[Drawn]:
         drawn = [sample_at(len(self.lengths), self._seed, position) for position in positions]
         return [(epoch, self._store.sample(index)) for epoch, index in drawn]
@@ -135,6 +142,9 @@ class _Rolling:
 
     def wait(self, positions: range) -> None:
         self._store.wait(positions)
+
+    def prefetch(self, positions: Sequence[int]) -> None:
+        self._store.prefetch(positions)
 
     def read(self, positions: Sequence[int]) -> list[Drawn]:
         count = len(self.lengths)
@@ -179,6 +189,9 @@ class _Online:
         return self._table[index].sample_id
 
     def wait(self, positions: range) -> None:
+        pass
+
+    def prefetch(self, positions: Sequence[int]) -> None:
         pass
 
     def read(self, positions: Sequence[int]) -> list[Drawn]:

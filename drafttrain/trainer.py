@@ -167,6 +167,12 @@ class Trainer:
         size = self.recipe.train.global_batch
         return range(step * size, (step + 1) * size)
 
+    def _mine(self, step: int) -> range:
+        """This rank's part of them."""
+        positions = self._positions(step)
+        share = len(positions) // self.world
+        return positions[self.rank * share : (self.rank + 1) * share]
+
     def _release(self, done: int) -> None:
         """Every rank has read the samples of the steps that are done: they reduced together."""
         self.features.release(self._positions(done)[0])
@@ -175,8 +181,8 @@ class Trainer:
         """This rank's micro-batches of a step, on the host (on the device if made there)."""
         train, positions = self.recipe.train, self._positions(step)
         self.features.wait(positions)
-        share = len(positions) // self.world
-        mine = positions[self.rank * share : (self.rank + 1) * share]
+        mine, share = self._mine(step), len(positions) // self.world
+        self.features.prefetch([*mine, *([] if self._last(step) else self._mine(step + 1))])
         return [
             make_batch(
                 self.features.read(mine[first : first + train.micro_batch]),

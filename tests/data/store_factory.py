@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafttrain.data.errors import StoreError
 from drafttrain.data.files import file_checksum, read_json, write_json
 from drafttrain.data.samples import Sample, make_sample
+from drafttrain.data.shard_states import ShardStates, checksum_rows
 from drafttrain.data.store_format import (
     HEAD_NAME,
     FileRecord,
@@ -17,6 +19,7 @@ from drafttrain.data.store_format import (
     ShardRecord,
     StoreMeta,
     plan_shards,
+    read_meta,
     write_meta,
 )
 from drafttrain.data.store_gate import columns
@@ -131,6 +134,18 @@ def prove(folder: Path, meta: StoreMeta, cosine: float = 1.0, error: float = 0.0
     )
 
 
+def sample_checksums(states: ShardStates, record: ShardRecord) -> dict[str, list[str]]:
+    """What the present states should have."""
+    parts = {name: tensor.split(record.lengths) for name, tensor in states.tensors.items()}
+    return {
+        field: [
+            checksum_rows(parts[name][row] for name in sorted(parts) if name.startswith(field))
+            for row in range(record.num_samples)
+        ]
+        for field in record.sample_checksums
+    }
+
+
 def change_record(folder: Path, stem: str, **changes) -> None:
     """Rewrite a record so that it fits the present files, with changes, under a valid seal."""
     value = read_json(folder / f"{stem}.json", AssertionError, "")  # type: ignore[arg-type]
@@ -140,7 +155,15 @@ def change_record(folder: Path, stem: str, **changes) -> None:
         ).model_dump()
         for name in value["files"]
     }
-    record = ShardRecord.model_validate({**value, "files": files, **changes})
+    record = ShardRecord.model_validate({**value, "files": files})
+    try:
+        states = ShardStates(folder, read_meta(folder), record)
+    except StoreError:  # damaged on purpose
+        sums = record.sample_checksums
+    else:
+        sums = sample_checksums(states, record)
+    value |= {"files": files, "sample_checksums": sums, **changes}
+    record = ShardRecord.model_validate(value)
     write_json(folder / f"{stem}.json", record.sealed().model_dump())
 
 

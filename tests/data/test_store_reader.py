@@ -54,7 +54,7 @@ def test_index_agrees_with_sample_and_reads_no_states(tmp_path, monkeypatch):
     make_store(tmp_path)
     full = [FeatureStore(tmp_path).sample(i) for i in range(len(LENGTHS))]
     monkeypatch.setattr(
-        "drafttrain.data.store_shard.map_tensors", lambda *_: pytest.fail("states were read")
+        "drafttrain.data.shard_states.map_tensors", lambda *_: pytest.fail("states were read")
     )
     store = FeatureStore(tmp_path)
     for i, sample in enumerate(full):
