@@ -38,6 +38,7 @@ class RollingStore:
         consumer: the name under which to say how far this reader is; None says nothing (all ranks
             but one of a run).
         owner: of temporary files.
+        final: False leaves the final hidden states unread, as if the store had none.
 
     Attributes:
         meta: the store's settings.
@@ -47,7 +48,13 @@ class RollingStore:
     """
 
     def __init__(
-        self, folder: Path, stream: Stream, command: str, consumer: str | None, owner: str
+        self,
+        folder: Path,
+        stream: Stream,
+        command: str,
+        consumer: str | None,
+        owner: str,
+        final: bool = True,
     ) -> None:
         self._folder, self._stream, self._command = folder, stream, command
         self._consumer, self._owner = consumer, owner
@@ -60,7 +67,7 @@ class RollingStore:
         self._shards = plan_shards(stream.lengths, self.meta.shard_tokens)
         self._first = np.array([shard.first for shard in self._shards])
         self._open: dict[int, ShardStates] = {}
-        self._fields = list(self.meta.fields())
+        self._fields = [name for name in self.meta.fields() if final or name != "final"]
         self._ahead: ReadAhead[int, StoredSample] = ReadAhead()
 
     def _check_order(self) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .codec import CODECS
@@ -41,20 +40,6 @@ CONVENTIONS = {
 TRANSFORMERS = "transformers"  # the engine that defines the states; others prove their parity
 # Where a target lies is not what it is: its fingerprint decides.
 INFORMATIONAL = ("target", "target_revision")
-
-# The Parquet file holds ids, masks and pointers only; the states stay in safetensors.
-INDEX_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("source", pa.string()),
-        ("mode", pa.string()),
-        ("greedy", pa.bool_()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-    ]
-)
 
 
 class _Strict(BaseModel):

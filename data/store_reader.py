@@ -94,6 +94,7 @@ class FeatureStore:
     Args:
         path: the store's folder.
         table_hash: the sample table it must be made from; None accepts any.
+        final: False leaves the final hidden states unread, as if the store had none.
 
     Attributes:
         path: the folder.
@@ -105,7 +106,7 @@ class FeatureStore:
             inside a shard is found when the shard is first used.
     """
 
-    def __init__(self, path: Path | str, table_hash: str | None = None) -> None:
+    def __init__(self, path: Path | str, table_hash: str | None = None, final: bool = True) -> None:
         self.path = Path(path)
         self.meta: StoreMeta = read_meta(self.path)
         if self.meta.order_seed is not None:
@@ -118,6 +119,7 @@ class FeatureStore:
                 f"{self.path} was made from sample table {self.meta.table_hash}, not from"
                 f" {table_hash}: extract the present table into another folder, or move this one"
             )
+        self._fields = [name for name in self.meta.fields() if final or name != "final"]
         records = read_records(self.path, self.meta)
         self.lengths: npt.NDArray[np.int64] = np.array(
             [length for record in records for length in record.lengths], dtype=np.int64
@@ -135,9 +137,9 @@ class FeatureStore:
         )
         self._ahead: ReadAhead[int, StoredSample] = ReadAhead()
 
-    def __reduce__(self) -> tuple[type["FeatureStore"], tuple[Path]]:
+    def __reduce__(self) -> tuple[type["FeatureStore"], tuple[Path, None, bool]]:
         # A worker process opens (and checks) its own maps.
-        return FeatureStore, (self.path,)
+        return FeatureStore, (self.path, None, "final" in self._fields)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -149,7 +151,7 @@ class FeatureStore:
 
     def index(self, i: int) -> SampleIndex:
         """Sample ``i`` without its states (no state file is touched)."""
-        return SampleIndex(**self._fields(*self._locate(i)))
+        return SampleIndex(**self._sample_fields(*self._locate(i)))
 
     def prefetch(self, samples: Iterable[int]) -> None:
         """Say which samples will be read next, in this order; threads read and check them ahead.
@@ -182,12 +184,12 @@ class FeatureStore:
 
     def _load(self, i: int) -> StoredSample:
         shard, row = self._locate(i)
-        fields = self._fields(shard, row)
-        states = self._states(shard).read(row, fields["sample_id"], list(self.meta.fields()))
+        fields = self._sample_fields(shard, row)
+        states = self._states(shard).read(row, fields["sample_id"], self._fields)
         final = states["final"].decode() if "final" in states else None
         return StoredSample(**fields, encoded_taps=states["taps"], final=final)
 
-    def _fields(self, shard: int, row: int) -> dict[str, Any]:
+    def _sample_fields(self, shard: int, row: int) -> dict[str, Any]:
         index = self._index(shard)
         start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
         return {

@@ -18,7 +18,6 @@ from .errors import StoreError
 from .files import file_checksum
 from .store_format import (
     HEAD_NAME,
-    INDEX_SCHEMA,
     REMEDY,
     REPAIR,
     TRANSFORMERS,
@@ -31,6 +30,20 @@ from .store_format import (
 from .store_parity import require_parity
 
 _NAMED_IN_ERRORS = 8
+
+# The Parquet file holds ids, masks and pointers only; the states stay in safetensors.
+INDEX_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("source", pa.string()),
+        ("mode", pa.string()),
+        ("greedy", pa.bool_()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)

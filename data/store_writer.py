@@ -25,7 +25,6 @@ from .files import publish, write_json
 from .samples import Sample
 from .shard_states import checksum_rows
 from .store_format import (
-    INDEX_SCHEMA,
     TRANSFORMERS,
     FileRecord,
     Shard,
@@ -34,6 +33,7 @@ from .store_format import (
     read_record,
 )
 from .store_gate import columns, find_bad_norm, find_bad_state, row_norms, statistics
+from .store_shard import INDEX_SCHEMA
 
 _REMEDY = (
     "the shard was not written: the target did not compute this state, or its dtype overflows"

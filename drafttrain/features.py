@@ -100,7 +100,8 @@ class _Stored:
     """A finished store."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._store, self._seed = FeatureStore(recipe.store("train")), recipe.seed
+        # The final state is for no loss of the trainer's.
+        self._store, self._seed = FeatureStore(recipe.store("train"), final=False), recipe.seed
         self.meta, self.lengths = self._store.meta, self._store.lengths
         self.head = load_head(self._store)
 
@@ -133,6 +134,7 @@ class _Rolling:
             "drafttrain extract",
             consumer_name(recipe.output) if reports else None,
             new_owner(),
+            final=False,
         )
         self.meta, self.lengths = self._store.meta, self._table.lengths
         self.head = load_head(self._store)
@@ -179,7 +181,7 @@ class _Online:
         )
         self.lengths = self._table.lengths
         self._batch_tokens = recipe.extract.batch_tokens
-        # Open as long as the process trains. The final state is for no loss of the trainer's.
+        # Open as long as the process trains.
         self._open = ExitStack()
         self._engine = self._open.enter_context(
             Engine(target, self.meta.taps, self.meta.codec, final_hidden=False, to_host=False)

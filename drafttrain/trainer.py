@@ -179,9 +179,8 @@ class Trainer:
 
     def _load(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host (on the device if made there)."""
-        train, positions = self.recipe.train, self._positions(step)
-        self.features.wait(positions)
-        mine, share = self._mine(step), len(positions) // self.world
+        train, mine = self.recipe.train, self._mine(step)
+        self.features.wait(self._positions(step))
         self.features.prefetch([*mine, *([] if self._last(step) else self._mine(step + 1))])
         return [
             make_batch(
@@ -192,7 +191,7 @@ class Trainer:
                 packing=train.packing,
                 multiple=_CUDA_MULTIPLE if self.device.type == "cuda" else 1,
             )
-            for first in range(0, share, train.micro_batch)
+            for first in range(0, len(mine), train.micro_batch)
         ]
 
     def _step(self, step: int, batches: list[Batch], waited: float) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def replay_checkpoint(
         Numbers for the training log (rank 0; empty elsewhere).
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = FeatureStore(recipe.store("eval"))
+    store = FeatureStore(recipe.store("eval"), final=False)
     drafter, head = _load(folder / DRAFTER, store, device)
     mine = range(rank, len(store), world)
     part = evaluate_replay(drafter, head, store, recipe.eval, mine, progress=rank == 0)
@@ -78,7 +78,7 @@ def evaluate_checkpoint(recipe: Recipe, drafter_folder: Path, step: int, reports
     """
     from drafttrain.extract.target import load_target
 
-    store = FeatureStore(recipe.store("eval"))
+    store = FeatureStore(recipe.store("eval"), final=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     drafter, head = _load(drafter_folder, store, device)
     target = load_target(recipe.target) if recipe.eval.live_prompts else None

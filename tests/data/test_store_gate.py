@@ -150,6 +150,7 @@ def record_of(index: int, median: float, tokens: int = 1000) -> ShardRecord:
         taps={"1": statistic, "3": statistic.model_copy(update={"median": median})},
         final=None,
         files={},
+        sample_checksums={},
     )
 
 
