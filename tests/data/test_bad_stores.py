@@ -135,6 +135,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "made from another table": (new_record(table_hash="b" * 32), RECORD),
     "made under other settings": (new_record(store="0" * 16), RECORD),
     "counts do not add up": (new_record(num_samples=3), RECORD),
+    "checksum of a sample missing": (
+        new_record(sample_checksums={"taps": ["0" * 16] * 2, "final": ["0" * 16]}),
+        RECORD,
+    ),
+    "checksums of a field missing": (new_record(sample_checksums={"taps": ["0" * 16] * 2}), RECORD),
+    "checksums are other samples'": (
+        new_record(sample_checksums={"taps": ["0" * 16] * 2, "final": ["0" * 16] * 2}),
+        STATES,
+    ),
     "states cut": (edit_bytes(STATES, lambda data: data[:-64]), STATES),
     "states appended to": (edit_bytes(STATES, lambda data: data + b"\0" * 64), STATES),
     "states changed": (edit_bytes(STATES, flip(0.9)), STATES),
