@@ -149,7 +149,7 @@ class Engine:
         waiting: _Launched | None = None
         for group, samples in enumerate(groups):
             for batch in plan([len(ids) for ids in samples], batch_tokens):
-                launched = self._launch(group, batch, [samples[i] for i in batch])
+                launched = self._launch(group, batch, [samples[i] for i in batch], batch_tokens)
                 if waiting is not None:
                     yield from self._arrived(waiting)
                 waiting = launched
@@ -157,7 +157,9 @@ class Engine:
             yield from self._arrived(waiting)
 
     @torch.inference_mode()
-    def _launch(self, group: int, batch: list[int], samples: Sequence[Ids]) -> _Launched:
+    def _launch(
+        self, group: int, batch: list[int], samples: Sequence[Ids], batch_tokens: int
+    ) -> _Launched:
         target, spans, final = self._target, None, None
         lengths = [len(ids) for ids in samples]
         with suppress(ForwardStopped):
@@ -178,9 +180,9 @@ class Engine:
             return _Launched(group, batch, lengths, spans, kept, kept_final, None)
         leaving.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(leaving):
-            kept = kept.map(lambda part: _to_host(part, leaving))
+            kept = kept.map(lambda part: _to_host(part, leaving, batch_tokens))
             if kept_final is not None:
-                kept_final = kept_final.map(lambda part: _to_host(part, leaving))
+                kept_final = kept_final.map(lambda part: _to_host(part, leaving, batch_tokens))
             arrived = torch.cuda.Event()
             arrived.record(leaving)
         return _Launched(group, batch, lengths, spans, kept, kept_final, arrived)
@@ -199,9 +201,16 @@ class Engine:
             yield Features(launched.group, i, launched.taps.at(where), final)
 
 
-def _to_host(states: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Start copying into pinned memory; the host allocator hands freed blocks out again."""
-    host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+def _to_host(states: Tensor, stream: torch.cuda.Stream, batch_tokens: int) -> Tensor:
+    """Start copying ``[batch, tokens, ...]`` into pinned memory.
+
+    The host allocator hands freed blocks out again where they fit; pinning a new one takes half a
+    second a gigabyte. So all batches ask for as much as the largest one needs.
+    """
+    tokens = states.shape[0] * states.shape[1]
+    room = states.numel() // tokens * max(tokens, batch_tokens)
+    host = torch.empty(room, dtype=states.dtype, pin_memory=True)[: states.numel()]
+    host = host.view(states.shape)
     host.copy_(states, non_blocking=True)
     states.record_stream(stream)
     return host

@@ -29,6 +29,7 @@ from drafttrain.data.chat import tokenizer_hash
 from drafttrain.data.samples import make_sample, write_table
 from drafttrain.data.store_format import plan_shards
 from drafttrain.data.store_writer import ShardBuffer
+from drafttrain.extract import engine
 from drafttrain.extract.config import ExtractConfig
 from drafttrain.extract.engine import Engine
 from drafttrain.extract.pipeline import ShardWriter
@@ -136,6 +137,8 @@ class Stages:
     """Seconds spent in the steps of writing, and by the engine waiting for them."""
 
     _STEPS = (
+        ("engine launches", Engine, "_launch"),
+        ("states are pinned", engine, "_to_host"),
         ("engine waits for a shard", ShardWriter, "begin"),
         ("engine waits for room", ShardWriter, "put"),
         ("copy and gate", ShardBuffer, "add"),
