@@ -81,8 +81,7 @@ class ShardStates:
             Field -> its states ``[n, ...]``, slices of the memory map.
 
         Raises:
-            StoreError: its bytes are not those that were written.
-            OSError: as the system reports it (a bad disk).
+            StoreError: its bytes are not those that were written, or cannot be read.
         """
         tokens = slice(self._offsets[row], self._offsets[row + 1])
         states = {}
@@ -104,13 +103,24 @@ class ShardStates:
         digest = xxhash.xxh3_64()
         for part in rows:
             # The storage is the whole map, so that places in it are those in the file.
-            start = part.storage_offset() * part.itemsize
-            for place in range(start, start + part.nbytes, _PIECE_BYTES):
-                piece = _buffer()[: start + part.nbytes - place]
-                if os.preadv(self._file.fileno(), [piece], place) != len(piece):
-                    raise StoreError(f"{self._path}: was cut while it was open; {REPAIR}")
+            place = int(part.storage_offset()) * part.itemsize
+            end = place + part.nbytes
+            while place < end:
+                piece = self._read_piece(place, end)
                 digest.update(piece)
+                place += len(piece)
         return digest.hexdigest()
+
+    def _read_piece(self, place: int, end: int) -> memoryview:
+        """Bytes of the file from ``place`` on, not beyond ``end``; valid until the next piece."""
+        piece = _buffer()[: end - place]
+        try:
+            count = os.preadv(self._file.fileno(), [piece], place)
+        except OSError as exc:  # a bad disk
+            raise StoreError(f"{self._path}: cannot be read ({exc}); {REPAIR}") from None
+        if count == 0:
+            raise StoreError(f"{self._path}: was cut while it was open; {REPAIR}")
+        return piece[:count]
 
 
 def _buffer() -> memoryview:

@@ -179,13 +179,12 @@ def main() -> None:
             f"{statistics.median(ratios):.2f}",
             " ".join(f"{ratio:.2f}" for ratio in ratios),
             f"{middle / token:,.0f}",
-            f"{middle / token / _H200_TOKENS_PER_S:.1f}",
+            f"{middle / token / _H200_TOKENS_PER_S:.1f}" if arguments.geometry == "27b" else "",
         )
     _console.print(
         f"{arguments.geometry}, {arguments.codec}: {store.meta.num_shards} shards of"
         f" {store.num_tokens * token / store.meta.num_shards / 1e6:.0f} MB, first epoch {cold};"
-        f" one H200 takes {_H200_TOKENS_PER_S:,.0f} tokens/s,"
-        f" {_H200_TOKENS_PER_S * token / 1e9:.2f} GB/s of this store"
+        f" at the 27B geometry one H200 takes {_H200_TOKENS_PER_S:,.0f} tokens/s"
     )
     _console.print(table)
     _console.print("anonymous memory on the way, MB:", ", ".join(f"{m:.0f}" for m in memory))

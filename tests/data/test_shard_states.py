@@ -1,5 +1,7 @@
 """One shard's states, sample by sample: what is read is what was written, or an error says so."""
 
+import errno
+import os
 import random
 
 import pytest
@@ -122,8 +124,20 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error(made):
         read(states, len(LENGTHS) - 1)
 
 
+def test_a_bad_disk_is_named(made, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    states = open_states(made)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StoreError, match=r"safetensors: cannot be read .*Input/output error"):
+        read(states, 0)
+
+
 def test_pieces_of_a_large_sample_are_put_together(tmp_path, monkeypatch):
-    made = make_store(tmp_path)
+    """Also where the system gives less than was asked for."""
+    made, real = make_store(tmp_path), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, place: real(fd, [parts[0][:7]], place))
     monkeypatch.setattr("drafttrain.data.shard_states._PIECE_BYTES", 100)
     monkeypatch.setattr("drafttrain.data.shard_states._local", type("Local", (), {})())
     store = FeatureStore(tmp_path)
