@@ -1,5 +1,6 @@
 """Reading a store: any sample in any order, bounded memory, nothing believed unchecked."""
 
+import ctypes
 import gc
 import os
 import pickle
@@ -94,8 +95,10 @@ def _files(folder) -> int:
 
 
 def _own_memory() -> int:
-    """Resident bytes that are not of mapped files, which the system takes back as it likes."""
+    """Resident bytes in use that are not of mapped files: those the system takes back itself."""
     gc.collect()
+    # What was freed before goes back to the system: else new memory may hide in it.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 

@@ -1,5 +1,6 @@
 """Rolling extraction with real readers: bounded, complete, restartable on both sides."""
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -204,23 +205,31 @@ def test_verify_and_info_know_that_shards_come_and_go(target, table, tmp_path):
     store = opened(tmp_path, table)
     read_all(store, end=8)
 
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
     def settled() -> bool:
-        there = shards_in(tmp_path)
-        return len(there) > 1 and there[0] > "shard-00000" and not any(tmp_path.glob("*.claim"))
+        before = names()
+        time.sleep(0.5)
+        shards = shards_in(tmp_path)
+        return names() == before and len(shards) > 1 and shards[0] > "shard-00000"
 
     wait_until(settled)
-    check = verify_store(tmp_path)
+    # A copy: nobody makes a damaged shard again there.
+    folder = tmp_path.with_name(f"{tmp_path.name}-copy")
+    shutil.copytree(tmp_path, folder)
+    check = verify_store(folder)
     assert check.whole and 0 not in check.whole
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(show_summary(summarise_store(tmp_path)))
+        console.print(show_summary(summarise_store(folder)))
     assert "in the training order of seed 5" in shown.get()
     assert f"of {POSITIONS} samples" in shown.get() and "missing" not in shown.get()
     with pytest.raises(StoreError, match="is a rolling store, whose shards come and go"):
-        merge_stores(tmp_path / "merged", [tmp_path])
-    path = max(tmp_path.glob("shard-*.safetensors"))  # the window ends there
+        merge_stores(folder / "merged", [folder])
+    path = max(folder.glob("shard-*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match=path.name):
-        verify_store(tmp_path)
+        verify_store(folder)
     report_consumer(tmp_path, "run", Consumer(POSITIONS, POSITIONS), new_owner())
     extraction.finish()
