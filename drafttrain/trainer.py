@@ -1,12 +1,11 @@
 """The training loop: feature store -> drafter checkpoints, one DeepSpeed process per rank.
 
-    step s:  N samples of the global order -> micro-batches -> weighted cross-entropy, normalised by
-             the sum of weights over all ranks and accumulation steps -> one optimizer step
+    step s:  N samples of the global order -> micro-batches (batches) -> one optimizer step
+             (training_step) -> log (step_report), now and then a checkpoint and its evaluation
 
 Guarantees: the order, the anchors and the initial weights depend on the recipe's seed alone, so a
 run that was killed and started again, or split over other ranks, follows the same trace (bit for
-bit on the same ranks, to rounding on others). The target is never loaded: the LM head and the
-embedding come from the store, frozen, outside the engine.
+bit on the same ranks, to rounding on others). The target is never loaded.
 """
 
 import logging
@@ -18,35 +17,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress, TaskID
-from torch import Tensor
 
 from drafttrain.data.errors import RecipeError
 from drafttrain.data.files import content_hash, write_text
 from drafttrain.data.order import sample_at
-from drafttrain.data.progress import console, make_progress
 
 from .batches import Batch, make_batch
 from .checkpoint import find_complete, load_state, prune, save_checkpoint
-from .drafter.masks import layer_masks
 from .drafter.model import Drafter
-from .drafter.parallel import block_embeddings
 from .drafter.resolve import resolve_config
-from .engine import accumulation_steps, build_engine, loss_scale_for, take_step
+from .engine import accumulation_steps, build_engine
 from .export import load_drafter
 from .features import open_features, training_steps
-from .losses.head_loss import head_cross_entropy
-from .losses.weights import decay_weights, resolve_gamma
-from .metrics_log import MetricsLog
+from .losses.weights import resolve_gamma
 from .recipe import Recipe
+from .step_report import StepReport
+from .training_step import TrainingStep
 
 log = logging.getLogger(__name__)
 
 # Tile size of flex_attention; rows are rounded up to it, on a CPU padding would only cost.
 _CUDA_MULTIPLE = 128
-
-# A log file has no bar: one line this often instead.
-_SAY_EVERY_S = 30.0
 
 # Called with (checkpoint folder, step) after each checkpoint, on every rank.
 AfterCheckpoint = Callable[[Path, int], dict[str, float]]
@@ -76,8 +67,9 @@ class Trainer:
         )
         self.gamma = resolve_gamma(train.gamma, self.config.block_size)
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-        self.head = self.features.head.to(device, dtype)
+        head = self.features.head.to(device, dtype)
         self.engine = build_engine(self._new_drafter(), train, self.total_steps, self.world)
+        self.training_step = TrainingStep(self.engine, head, self.config, self.gamma)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -86,12 +78,10 @@ class Trainer:
             log.info("training is finished already: %d steps", done)
             self._release(done)
             return
-        self._log = MetricsLog(self.recipe.output, done) if self.rank == 0 else None
-        self._said = time.monotonic()
         if self.rank == 0:
             self._announce(done)
-        with ThreadPoolExecutor(1) as loader, make_progress(enabled=self.rank == 0) as progress:
-            task = progress.add_task("training", total=self.total_steps, completed=done)
+        report = StepReport(self.recipe, done, self.total_steps, enabled=self.rank == 0)
+        with ThreadPoolExecutor(1) as loader, report:
             self._release(done)
             upcoming = loader.submit(self._load, done)
             for step in range(done, self.total_steps):
@@ -102,11 +92,10 @@ class Trainer:
                     upcoming = loader.submit(self._load, step + 1)
                 line = self._step(step, batches, waited)
                 self._release(step + 1)
-                self._report(progress, task, line)
+                if self.rank == 0:
+                    report.step(line | {"samples": self._drawn(step)})
                 if (step + 1) % self.recipe.train.checkpoint_every == 0 or self._last(step):
-                    self._checkpoint(step + 1)
-        if self._log:
-            self._log.close()
+                    report.scalars(step + 1, self._checkpoint(step + 1))
 
     def time_steps(self, seconds: float) -> float:
         """Tokens per second of all ranks, over real steps of about so long; nothing is written."""
@@ -197,95 +186,31 @@ class Trainer:
     def _step(self, step: int, batches: list[Batch], waited: float) -> dict[str, Any]:
         """One optimizer step; returns the log line."""
         start = time.perf_counter()
-        weights = [decay_weights(batch.supervised, self.gamma) for batch in batches]
-        total = torch.stack([w.sum() for w in weights]).sum().to(self.device)
-        dist.all_reduce(total)
-        sums = torch.zeros(2 + 2 * self.config.num_draft_tokens, device=self.device)
-        scale = loss_scale_for(self.engine, self.world)
-        grad_norm = 0.0
-        for batch, weight in zip(batches, weights, strict=True):
-            loss, right, count = self._forward(batch, weight.to(self.device))
-            normalised = loss / total
-            self.engine.backward(normalised * scale)
-            grad_norm = take_step(self.engine)
-            tokens = torch.tensor([float(batch.num_tokens)], device=self.device)
-            sums += torch.cat((normalised.detach()[None], tokens, right, count))
-        dist.all_reduce(sums)
-        slots = self.config.num_draft_tokens
-        accuracy = sums[2 : 2 + slots] / sums[2 + slots :].clamp(min=1)
+        found = self.training_step.take(batches)
         seconds = time.perf_counter() - start
         size = self.recipe.train.global_batch
         return {
             "step": step + 1,
             "epoch": round((step + 1) * size / len(self.features.lengths), 4),
-            "loss": sums[0].item(),
             "lr": self.engine.lr_scheduler.get_last_lr()[0],
-            "grad_norm": grad_norm,
-            "slot_accuracy": [round(a, 4) for a in accuracy.tolist()],
-            "first_slot_accuracy": accuracy[0].item(),
-            "tokens_per_s": sums[1].item() / seconds,
+            "tokens_per_s": found.pop("tokens") / seconds,
             "step_s": seconds,
             "data_wait_s": waited,
+            **found,
         }
 
-    def _forward(self, batch: Batch, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss sum, and right predictions and labels per slot [B-1]."""
-        config, device = self.config, self.device
-        layout = batch.layout.to(device)
-        anchor_ids = batch.anchor_ids.to(device)
-        embeds = block_embeddings(self.head, anchor_ids, config.block_size, config.mask_token_id)
-        hidden = self.engine(
-            batch.taps.decode(device, self.head.lm_head.dtype),
-            layout.context_pos,
-            embeds,
-            layout.block_pos,
-            layer_masks(
-                layout,
-                config.layer_types,
-                config.sliding_window,
-                flex=device.type == "cuda",
-            ),
-        )
-        slots = hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
-        row, anchor, slot = batch.supervised.to(device).nonzero(as_tuple=True)
-        labels = batch.labels.to(device)[row, anchor, slot]
-        loss, predicted = head_cross_entropy(
-            slots[row, anchor, slot], self.head.lm_head, labels, weight[row, anchor, slot]
-        )
-        empty = torch.zeros(config.num_draft_tokens, device=device)
-        right = empty.index_add(0, slot, (predicted == labels).float())
-        return loss, right, empty.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
-
-    def _report(self, progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
-        shown = (
-            f"loss {line['loss']:.3f}  slot 1 {line['first_slot_accuracy']:.1%}  "
-            f"{line['tokens_per_s']:.0f} tok/s"
-        )
-        progress.update(task, advance=1, description=f"training  {shown}")
-        if self._log is None:
-            return
+    def _drawn(self, step: int) -> str:
+        """Hash of the samples of a step, for the log."""
         count, seed = len(self.features.lengths), self.recipe.seed
-        drawn = [sample_at(count, seed, p)[1] for p in self._positions(line["step"] - 1)]
-        samples = content_hash([self.features.sample_id(index) for index in drawn])
-        self._log.write(line | {"samples": samples})
-        if not console.is_terminal and time.monotonic() - self._said >= _SAY_EVERY_S:
-            self._said = time.monotonic()
-            left = progress.tasks[task].time_remaining
-            log.info(
-                "step %d of %d  %s  %s left",
-                line["step"],
-                self.total_steps,
-                shown,
-                "?" if left is None else f"{left:.0f} s",
-            )
+        drawn = [sample_at(count, seed, place)[1] for place in self._positions(step)]
+        return content_hash([self.features.sample_id(index) for index in drawn])
 
     def _last(self, step: int) -> bool:
         return step + 1 == self.total_steps
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int) -> dict[str, float]:
+        """Write one; returns the numbers of its evaluation."""
         folder = save_checkpoint(self.engine, self.config, self.recipe, step)
         if self.rank == 0:
             prune(self.recipe.checkpoints, self.recipe.train.keep_checkpoints)
-        numbers = self.after_checkpoint(folder, step)
-        if self._log:
-            self._log.scalars(step, numbers)
+        return self.after_checkpoint(folder, step)
