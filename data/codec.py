@@ -108,9 +108,20 @@ def _encode_e4m3(values: Tensor) -> dict[str, Tensor]:
     return {"": (values / scale[..., None]).to(_E4M3), "_scale": scale}
 
 
+# What each of the 256 bytes stands for, float32.
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(_E4M3).float().numpy()
+
+
+def _widened(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 in a wider type, exactly; looked up on a CPU, where torch takes three times as long."""
+    if values.device.type != "cpu":
+        return values.to(dtype)
+    return torch.from_numpy(_E4M3_VALUES.take(values.view(torch.uint8).numpy())).to(dtype)
+
+
 def _decode_e4m3(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    # The product is formed in float32 and rounded to the dtype once; e4m3 fits any dtype exactly.
-    return parts[""].to(dtype or torch.float32).mul_(parts["_scale"][..., None])
+    # The product is formed in float32 and rounded to the dtype once.
+    return _widened(parts[""], dtype or torch.float32).mul_(parts["_scale"][..., None])
 
 
 _BF16, _FP32 = _plain(torch.bfloat16), _plain(torch.float32)

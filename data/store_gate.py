@@ -30,7 +30,9 @@ SHARD_FACTOR = 3.0
 _COMPARED_TOKENS = 32
 # What a norm that was measured again may differ by: another order of adding up.
 _SAME_NORM = 1e-3
-_BLOCK_VALUES = 1 << 19  # float32 values at a time, so that they stay in the processor's cache
+# float32 values at a time: within the processor's last cache, but few calls, because each of them
+# hands Python's lock from and to the thread that launches kernels.
+_BLOCK_VALUES = 1 << 22
 
 
 def columns(meta: StoreMeta) -> list[str]:

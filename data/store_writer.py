@@ -22,6 +22,7 @@ from .checked_write import write_checked, write_tensors
 from .codec import CODECS, Encoded
 from .errors import StoreError
 from .files import publish, write_json
+from .host_memory import Buffer
 from .samples import Sample
 from .shard_states import checksum_rows
 from .store_format import (
@@ -50,6 +51,7 @@ class ShardBuffer:
         shard: the planned shard.
         samples: its samples, in table order.
         engine: what computed the states.
+        memory: to hold them, of a shard that is not needed any more.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardBuffer:
         shard: Shard,
         samples: Sequence[Sample],
         engine: str = TRANSFORMERS,
+        memory: Buffer | None = None,
     ) -> None:
         assert len(samples) == shard.stop - shard.first, "samples do not match the shard plan"
         self._meta = meta
@@ -67,10 +70,10 @@ class ShardBuffer:
         self._lengths = [len(sample.input_ids) for sample in samples]
         assert sum(self._lengths) == shard.tokens, "sample lengths do not match the shard plan"
         self._offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
-        self._tensors = {
-            name: torch.zeros((shard.tokens, *shape), dtype=dtype)
-            for name, (dtype, shape) in meta.tensors().items()
+        shapes = {
+            name: (dtype, (shard.tokens, *shape)) for name, (dtype, shape) in meta.tensors().items()
         }
+        self._tensors = (memory or Buffer()).tensors(shapes)
         self._norms = torch.zeros((shard.tokens, len(columns(meta))))
         self._checksums: dict[str, list[str]] = {
             name: [""] * len(samples) for name in meta.fields()

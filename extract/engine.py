@@ -10,6 +10,7 @@ the final state is not wanted; on CUDA states leave over a stream of their own i
 while the next forward runs.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
@@ -26,6 +27,10 @@ from .rows import Row
 from .taps import ForwardStopped, TapRecorder
 from .target import Target
 
+# Forwards on their way on CUDA while an earlier one is consumed: the device has work when a short
+# row, a new shard or a busy writer holds up the thread that launches. ``pipeline.SHARDS`` is one
+# more: as many shards can be unfinished when the next one begins.
+_AHEAD = 2
 _PADDING_ID = 0  # never read: no earlier token can see it
 
 Ids = npt.NDArray[np.int32]
@@ -142,19 +147,20 @@ class Engine:
             batch_tokens: tokens per forward, padding included.
 
         Yields:
-            The states of each sample, in the order of the batches. While one batch is consumed the
-            next one runs (on CUDA), so two are in memory.
+            The states of each sample, in the order of the batches. On CUDA the next ``_AHEAD``
+            batches run while one is consumed, so that many more are in memory.
         """
         plan = plan_rows if self._rows else plan_batches
-        waiting: _Launched | None = None
+        ahead = 0 if self._leaving is None else _AHEAD
+        waiting: deque[_Launched] = deque()
         for group, samples in enumerate(groups):
             for batch in plan([len(ids) for ids in samples], batch_tokens):
-                launched = self._launch(group, batch, [samples[i] for i in batch], batch_tokens)
-                if waiting is not None:
-                    yield from self._arrived(waiting)
-                waiting = launched
-        if waiting is not None:
-            yield from self._arrived(waiting)
+                samples_of = [samples[i] for i in batch]
+                waiting.append(self._launch(group, batch, samples_of, batch_tokens))
+                if len(waiting) > ahead:
+                    yield from self._arrived(waiting.popleft())
+        while waiting:
+            yield from self._arrived(waiting.popleft())
 
     @torch.inference_mode()
     def _launch(

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from drafttrain.data.codec import Encoded
+from drafttrain.data.host_memory import Buffer
 from drafttrain.data.samples import Sample
 from drafttrain.data.store_format import TRANSFORMERS, Shard, StoreMeta
 from drafttrain.data.store_writer import ShardBuffer
@@ -69,9 +70,11 @@ class ShardWriter:
         self._open: dict[int, tuple[Shard, ShardBuffer, list[int]]] = {}
         self._features: Queue[_Filled | None] = Queue()
         self._shards: Queue[tuple[Shard, ShardBuffer] | None] = Queue()
+        room = (meta.shard_tokens + 1) * meta.bytes_per_token()
+        self._memory = [Buffer(room) for _ in range(SHARDS)]
+        self._held: dict[int, Buffer] = {}  # by shard
         self._room = threading.Condition()
         self._waiting = 0  # bytes of states
-        self._begun = 0  # shards in memory
         self._failure: BaseException | None = None
         self._unwritable = False
         self._threads = [
@@ -105,11 +108,11 @@ class ShardWriter:
             BaseException: what a later stage failed with.
         """
         with self._room:
-            self._room.wait_for(lambda: self._begun < SHARDS or self._failure is not None)
+            self._room.wait_for(lambda: self._memory or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            self._begun += 1
-        buffer = ShardBuffer(self._meta, shard, samples, self._engine)
+            memory = self._held[shard.index] = self._memory.pop()
+        buffer = ShardBuffer(self._meta, shard, samples, self._engine, memory)
         self._open[shard.index] = (shard, buffer, [len(samples)])
 
     def drain(self, timeout_s: float) -> bool:
@@ -120,7 +123,7 @@ class ShardWriter:
         """
         with self._room:
             done = self._room.wait_for(
-                lambda: not self._begun or self._failure is not None, timeout_s
+                lambda: not self._held or self._failure is not None, timeout_s
             )
             if self._failure is not None:
                 raise self._failure
@@ -176,9 +179,8 @@ class ShardWriter:
                 self._unwritable = True
                 self._publish(*item)
                 self._unwritable = False
-            del item  # its memory is free before another shard may begin
             with self._room:
-                self._begun -= 1
+                self._memory.append(self._held.pop(item[0].index))
                 self._room.notify_all()
 
     def _publish(self, shard: Shard, buffer: ShardBuffer) -> None:

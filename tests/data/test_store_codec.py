@@ -82,6 +82,16 @@ def test_fp8_decodes_to_the_nearest_value_of_its_grid():
     assert (found - nearest).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float64])
+def test_every_fp8_byte_decodes_as_torch_says(dtype):
+    byte = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    parts = {"": byte[:, None], "_scale": torch.ones(256)}
+    decoded = CODECS["fp8"]["taps"].decode(parts, dtype)[:, 0]
+    assert decoded.dtype == (dtype or torch.float32)
+    assert torch.equal(decoded.nan_to_num(7.5), byte.to(decoded.dtype).nan_to_num(7.5))
+    assert byte.float().isnan().sum() == decoded.isnan().sum() == 2
+
+
 def test_fp8_error_is_bounded_and_an_outlier_does_not_drown_the_rest():
     """A massive activation, hundreds of times the typical value, is what targets really have."""
     values = normal(200, 5, 576)
