@@ -17,23 +17,33 @@ def train_command(recipe: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(TRAIN_SCRIPT), "--recipe", str(recipe), *overrides]
 
 
-def start_rank(recipe: Path, *overrides: str) -> subprocess.Popen:
+def start_rank(
+    recipe: Path, *overrides: str, rank: int = 0, world: int = 1, port: int | None = None
+) -> subprocess.Popen:
     """One rank in its own session, as a launcher starts it (without the launcher's import time)."""
-    rank = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port or free_port()),
     }
     return subprocess.Popen(
         train_command(recipe, *overrides),
-        env={**ENVIRONMENT, **rank},
+        env={**ENVIRONMENT, **place},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start_ranks(recipe: Path, *overrides: str, world: int) -> list[subprocess.Popen]:
+    """All ranks of a run."""
+    port = free_port()
+    return [
+        start_rank(recipe, *overrides, rank=rank, world=world, port=port) for rank in range(world)
+    ]
 
 
 def copy_run(extracted: Path, folder: Path, **train) -> Path:

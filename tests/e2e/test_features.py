@@ -15,7 +15,7 @@ from drafttrain.data.store_format import read_meta
 from drafttrain.data.store_reader import FeatureStore
 
 from .conftest import ENVIRONMENT, drafttrain, kill_group
-from .runs import copy_run, start_rank, trace
+from .runs import copy_run, start_rank, start_ranks, trace
 
 pytestmark = pytest.mark.xdist_group("training")
 
@@ -113,6 +113,24 @@ def test_the_target_in_the_training_process_gives_the_losses_of_its_store(
     finish(start_rank(recipe, "extract.features=online"))
     assert_same_run(trace(recipe), trace(whole))
     assert not (tmp_path / "run" / "store" / "train").exists()
+
+
+def test_two_ranks_without_a_store_follow_the_trace_of_one_with(whole, extracted, tmp_path):
+    """Online, then rolling: each rank reads its own part, and shards stay until both have."""
+    for name, overrides in (("online", ("extract.features=online",)), ("rolling", ROLLING)):
+        (tmp_path / name).mkdir()
+        recipe = run_without_store(extracted, tmp_path / name)
+        extraction = None
+        if name == "rolling":
+            shutil.rmtree(tmp_path / name / "run" / "store" / "eval")
+            extraction = start_extraction(recipe)
+            store = tmp_path / name / "run" / "store" / "train"
+            wait_for(lambda store=store: any(store.glob("shard-*.json")), extraction)
+        for process in start_ranks(recipe, *overrides, world=2):
+            finish(process)
+        if extraction is not None:
+            finish(extraction)
+        assert_same_run(trace(recipe), trace(whole))
 
 
 def test_rolling_with_both_sides_killed_follows_the_trace_within_its_budget(
