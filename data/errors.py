@@ -29,5 +29,9 @@ class StoreError(DraftTrainError):
     """A feature store or one of its shards is missing, damaged or made from something else."""
 
 
+class TrainingError(DraftTrainError):
+    """Training cannot go on: what it computes is not finite any more."""
+
+
 class CheckpointError(DraftTrainError):
     """A checkpoint or exported drafter is missing, incomplete or does not fit."""

@@ -1,8 +1,10 @@
 """Checkpoints: DeepSpeed state for exact resume, and a plain exported drafter beside it.
 
     checkpoints/step-000200/
-        deepspeed/     weights, moments, schedule (all ranks)       removed when old, see ``prune``
-        drafter/       config.json + model.safetensors              kept
+        deepspeed/     weights, moments, schedule (all ranks), and the moving average
+                       (``ema.safetensors``) of ``train.ema``       removed when old, see ``prune``
+        drafter/       config.json + model.safetensors: the weights, or with ``train.ema`` their
+                       moving average, in the computing dtype       kept
         recipe.yaml    the resolved recipe
         COMPLETE.json  written last: step, ranks, every file's size
 
@@ -20,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import save_file
 
 from drafttrain.data.errors import CheckpointError
 from drafttrain.data.files import fsync_path, read_json, write_json
 
 from .drafter.config import DrafterConfig
+from .ema import EMA_FILE, WeightAverage
+from .engine import masters
 from .export import save_drafter
 from .recipe import Recipe
 from .train_config import TrainConfig
@@ -40,6 +45,9 @@ _FREE_KEYS = (
     "eval",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.activation_checkpointing",
+    "train.stop_after_skipped",
+    "train.loggers",
     # Where states come from and lie changes them by rounding at most.
     "extract.features",
     "extract.store",
@@ -59,7 +67,13 @@ def step_of(folder: Path) -> int:
     return int(marker["step"])
 
 
-def save_checkpoint(engine: Any, config: DrafterConfig, recipe: Recipe, step: int) -> Path:
+def save_checkpoint(
+    engine: Any,
+    config: DrafterConfig,
+    recipe: Recipe,
+    step: int,
+    average: WeightAverage | None = None,
+) -> Path:
     """Write a complete checkpoint; every rank calls this at the same step."""
     final = step_folder(recipe.checkpoints, step)
     tmp = final.with_name(final.name + ".tmp")
@@ -70,9 +84,13 @@ def save_checkpoint(engine: Any, config: DrafterConfig, recipe: Recipe, step: in
         tmp.mkdir(parents=True)
     dist.barrier()
     engine.save_checkpoint(str(tmp), tag=STATE, client_state={"step": step}, save_latest=False)
-    weights = full_weights(engine)
+    weights = full_weights(engine) if average is None else average.full()
     dist.barrier()
     if rank == 0:
+        if average is not None:
+            save_file(weights, tmp / STATE / EMA_FILE)
+            dtype = next(engine.module.parameters()).dtype
+            weights = {name: weight.to(dtype) for name, weight in weights.items()}
         save_drafter(config, weights, tmp / DRAFTER)
         (tmp / "recipe.yaml").write_text(recipe.to_yaml())
         files = sorted(p for p in tmp.rglob("*") if p.is_file())
@@ -102,10 +120,12 @@ def state_bytes(parameters: int, train: TrainConfig) -> int:
 
     Args:
         parameters: of the drafter.
-        train: stage 0 has no masters beside its fp32 weights, stage 3 no weights beside masters.
+        train: stage 0 has no masters beside its fp32 weights, stage 3 no weights beside masters;
+            a moving average is another fp32 copy.
     """
     weights = 2 if train.precision == "bf16" else 4
-    return parameters * (12 if train.zero_stage in (0, 3) else 12 + weights)
+    average = 0 if train.ema is None else 4
+    return parameters * (average + (12 if train.zero_stage in (0, 3) else 12 + weights))
 
 
 def find_complete(root: Path, *, resumable: bool) -> Path | None:
@@ -123,7 +143,9 @@ def find_complete(root: Path, *, resumable: bool) -> Path | None:
     return None
 
 
-def load_state(engine: Any, folder: Path, recipe: Recipe) -> int:
+def load_state(
+    engine: Any, folder: Path, recipe: Recipe, average: WeightAverage | None = None
+) -> int:
     """Restore the engine from a complete checkpoint; returns the steps already done.
 
     Raises:
@@ -141,6 +163,9 @@ def load_state(engine: Any, folder: Path, recipe: Recipe) -> int:
     loaded, state = engine.load_checkpoint(str(folder), tag=STATE)
     if loaded is None or state["step"] != marker["step"]:
         raise CheckpointError(f"{folder}/{STATE} does not hold the state of step {marker['step']}")
+    assert all(m.dtype == torch.float32 for m in masters(engine)), "masters are not float32"
+    if average is not None:
+        average.load(folder / STATE)
     return int(marker["step"])
 
 

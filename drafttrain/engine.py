@@ -5,7 +5,10 @@ What is worked around here, and why:
     leaves 69 MB per rank in /dev/shm; gloo does the same work, so that operator is switched off;
   - gradients are averaged over ranks and accumulation steps by the engine, while the loss here is
     normalised by the global weight sum: ``loss_scale_for`` undoes the average;
-  - torch's AdamW needs no compiled optimizer and is fused on CUDA.
+  - torch's AdamW needs no compiled optimizer and is fused on CUDA;
+  - gradients that are not finite: ZeRO 1-3 drop the step on all ranks together (their norm is
+    reduced), in fp32 and bf16, but leave the schedule behind by one; without ZeRO the step is
+    taken all the same and every weight becomes NaN. ``take_step`` makes all stages alike.
 """
 
 import math
@@ -14,6 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from .drafter.model import Drafter
 from .train_config import TrainConfig
@@ -70,6 +75,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, total_steps: int, world:
     """Wrap the drafter (and only the drafter: the head stays frozen outside) in DeepSpeed."""
     import deepspeed
 
+    drafter.recompute = config.activation_checkpointing
     optimizer = torch.optim.AdamW(
         drafter.parameters(),
         lr=config.lr,
@@ -88,8 +94,9 @@ def build_engine(drafter: Drafter, config: TrainConfig, total_steps: int, world:
             "train_batch_size": config.global_batch,
             "train_micro_batch_size_per_gpu": config.micro_batch,
             "gradient_accumulation_steps": accumulation_steps(config, world),
-            "gradient_clipping": config.clip,
-            "bf16": {"enabled": config.precision == "bf16"},
+            # Without ZeRO ``take_step`` clips, since it needs the norm.
+            "gradient_clipping": config.clip if config.zero_stage else 0.0,
+            "bf16": {"enabled": config.precision == "bf16", "check_grad_overflow": True},
             "zero_optimization": {"stage": config.zero_stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -99,16 +106,76 @@ def build_engine(drafter: Drafter, config: TrainConfig, total_steps: int, world:
     return engine
 
 
-def take_step(engine: Any) -> float:
-    """``engine.step()``; returns the gradient norm before clipping (on accumulation boundaries)."""
-    norm = None
-    if engine.zero_optimization_stage() == 0 and engine.is_gradient_accumulation_boundary():
-        # Without ZeRO the engine clips but keeps no norm.
-        grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+def take_step(engine: Any, clip: float) -> float:
+    """``engine.step()`` after each micro-batch; a step with bad gradients changes nothing.
+
+    Args:
+        engine: from ``build_engine``.
+        clip: the recipe's.
+
+    Returns:
+        The norm of the gradients over all ranks before clipping; 0 before the last micro-batch.
+        If it is not finite the step was skipped on every rank: weights and moments keep their
+        bits, ``engine.skipped_steps`` has counted it, and the schedule went on.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return 0.0
+    if engine.zero_optimization_stage() == 0:
+        norm = float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), clip))
+        if not math.isfinite(norm):
+            # AdamW passes over weights without a gradient.
+            engine.module.zero_grad(set_to_none=True)
+            engine.skipped_steps += 1
+        engine.step()
+        return norm
     engine.step()
-    norm = engine.get_global_grad_norm() if norm is None else norm
-    return float(norm or 0.0)
+    norm = float(engine.get_global_grad_norm())
+    applied = engine.was_step_applied()
+    assert applied == math.isfinite(norm), f"step taken: {applied}, gradient norm {norm}"
+    if not applied:
+        engine.lr_scheduler.step()
+    return norm
+
+
+def masters(engine: Any) -> list[Tensor]:
+    """The float32 weights that the optimizer updates on this rank: whole, or flat partitions."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return [p.data for p in engine.module.parameters()]
+    if stage == 3:
+        return [flat.data for flat in engine.optimizer.fp32_partitioned_groups_flat]
+    return [flat.data for flat in engine.optimizer.single_partition_of_fp32_groups]
+
+
+def full_master(engine: Any, parameter: Tensor) -> Tensor:
+    """The whole float32 weight of a parameter, put together from all ranks (a collective)."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.zero_optimization_stage() == 0:
+        return parameter.data
+    return safe_get_full_fp32_param(parameter)
+
+
+def set_full_master(engine: Any, parameter: Tensor, value: Tensor) -> None:
+    """Put this rank's part of a whole float32 weight into its masters."""
+    from deepspeed.utils import (
+        safe_get_local_fp32_param,
+        safe_set_full_fp32_param,
+        safe_set_local_fp32_param,
+    )
+
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        parameter.data.copy_(value)
+    elif stage < 3:
+        safe_set_full_fp32_param(parameter, value)
+    else:
+        # Its own setter has no room for the padding of the last rank's part.
+        size, rank = safe_get_local_fp32_param(parameter).numel(), dist.get_rank()
+        room = size * dist.get_world_size() - value.numel()
+        padded = torch.nn.functional.pad(value.flatten(), (0, room))
+        safe_set_local_fp32_param(parameter, padded[rank * size : (rank + 1) * size])
 
 
 def loss_scale_for(engine: Any, world: int) -> float:

@@ -15,6 +15,7 @@ from .drafter.resolve import resolve_config
 from .engine import accumulation_steps
 from .features import features_meta
 from .losses.weights import resolve_gamma
+from .metrics_log import check_loggers
 from .recipe import Recipe
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
@@ -45,6 +46,7 @@ def launch_training(
     cuda = torch.cuda.is_available()
     ranks = ranks or (torch.cuda.device_count() if cuda else 1)
     accumulation_steps(recipe.train, ranks)
+    check_loggers(recipe.train.loggers)
     config = resolve_config(recipe.drafter, features_meta(recipe))
     resolve_gamma(recipe.train.gamma, config.block_size)
     environment = dict(os.environ)

@@ -29,7 +29,7 @@ class StepReport:
 
     def __init__(self, recipe: Recipe, done: int, total: int, enabled: bool) -> None:
         self._total = total
-        self._log = MetricsLog(recipe.output, done) if enabled else None
+        self._log = MetricsLog(recipe, done) if enabled else None
         self._progress = make_progress(enabled=enabled)
         self._task = self._progress.add_task("training", total=total, completed=done)
         self._said = time.monotonic()
@@ -54,6 +54,7 @@ class StepReport:
             return
         shown = (
             f"loss {line['loss']:.3f}  slot 1 {line['first_slot_accuracy']:.1%}  "
+            f"blocks {line['expected_accepted_length']:.2f}  "
             f"{line['tokens_per_s']:.0f} tok/s"
         )
         self._progress.update(self._task, advance=1, description=f"training  {shown}")
@@ -70,6 +71,6 @@ class StepReport:
             )
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
-        """Numbers of an evaluation, for TensorBoard."""
+        """Numbers of an evaluation, for the loggers."""
         if self._log is not None:
             self._log.scalars(step, numbers)

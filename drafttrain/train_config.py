@@ -28,6 +28,26 @@ class TrainConfig(StrictModel):
     precision: Literal["fp32", "bf16"] = Field(
         description="bf16 computes in bfloat16 with fp32 masters; on a CPU fp32 is faster"
     )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="layers run again in the backward pass and keep only their inputs: less memory",
+    )
+    stop_after_skipped: int = Field(
+        default=3,
+        gt=0,
+        description="steps skipped in a row, for gradients that are not finite, that end the run",
+    )
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="such as 0.999: checkpoints hold, and are judged by, the moving average of the "
+        "weights; after step t the decay is min(ema, (1+t)/(10+t))",
+    )
+    loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        default=["tensorboard"],
+        description="who gets the numbers, besides metrics.jsonl; install wandb or mlflow yourself",
+    )
     checkpoint_every: int = Field(gt=0, description="optimizer steps")
     keep_checkpoints: int = Field(
         default=2, gt=0, description="newest optimizer states kept; exported drafters stay"

@@ -26,11 +26,14 @@ from .batches import Batch, make_batch
 from .checkpoint import find_complete, load_state, prune, save_checkpoint
 from .drafter.model import Drafter
 from .drafter.resolve import resolve_config
+from .ema import WeightAverage
 from .engine import accumulation_steps, build_engine
 from .export import load_drafter
 from .features import open_features, training_steps
 from .losses.weights import resolve_gamma
+from .metrics_log import check_loggers
 from .recipe import Recipe
+from .step_metrics import utilisation
 from .step_report import StepReport
 from .training_step import TrainingStep
 
@@ -58,6 +61,7 @@ class Trainer:
         self.recipe, self.device, self.after_checkpoint = recipe, device, after_checkpoint
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         train = recipe.train
+        check_loggers(train.loggers)
         self.micro_batches = accumulation_steps(train, self.world)
         self.features = open_features(recipe, device, self.rank)
         lengths = self.features.lengths
@@ -69,7 +73,15 @@ class Trainer:
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         head = self.features.head.to(device, dtype)
         self.engine = build_engine(self._new_drafter(), train, self.total_steps, self.world)
-        self.training_step = TrainingStep(self.engine, head, self.config, self.gamma)
+        self.average = None if train.ema is None else WeightAverage(self.engine, train.ema)
+        self.training_step = TrainingStep(
+            self.engine,
+            head,
+            self.config,
+            self.gamma,
+            train,
+            self.average,
+        )
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -130,7 +142,7 @@ class Trainer:
         folder = find_complete(self.recipe.checkpoints, resumable=True)
         if folder is None:
             return 0
-        done = load_state(self.engine, folder, self.recipe)
+        done = load_state(self.engine, folder, self.recipe, self.average)
         log.info("continuing from %s (%d of %d steps)", folder, done, self.total_steps)
         return done
 
@@ -186,15 +198,16 @@ class Trainer:
     def _step(self, step: int, batches: list[Batch], waited: float) -> dict[str, Any]:
         """One optimizer step; returns the log line."""
         start = time.perf_counter()
-        found = self.training_step.take(batches)
+        found = self.training_step.take(step + 1, batches)
         seconds = time.perf_counter() - start
-        size = self.recipe.train.global_batch
+        size, bf16 = self.recipe.train.global_batch, self.recipe.train.precision == "bf16"
         return {
             "step": step + 1,
             "epoch": round((step + 1) * size / len(self.features.lengths), 4),
             "lr": self.engine.lr_scheduler.get_last_lr()[0],
             "tokens_per_s": found.pop("tokens") / seconds,
             "step_s": seconds,
+            "mfu": utilisation(found.pop("flops"), seconds, self.world, bf16),
             "data_wait_s": waited,
             **found,
         }
@@ -210,7 +223,7 @@ class Trainer:
 
     def _checkpoint(self, step: int) -> dict[str, float]:
         """Write one; returns the numbers of its evaluation."""
-        folder = save_checkpoint(self.engine, self.config, self.recipe, step)
+        folder = save_checkpoint(self.engine, self.config, self.recipe, step, self.average)
         if self.rank == 0:
             prune(self.recipe.checkpoints, self.recipe.train.keep_checkpoints)
         return self.after_checkpoint(folder, step)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import DrafterAttention, KeyValue, RMSNorm, rotary_table
 from .config import DrafterConfig
@@ -52,11 +53,17 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable network; see the module docstring."""
+    """The trainable network; see the module docstring.
+
+    Attributes:
+        recompute: layers keep their inputs alone and run again in the backward pass. Values and
+            gradients have the same bits.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
         width = config.hidden_size
         self.fc = nn.Linear(config.num_taps * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -105,7 +112,13 @@ class Drafter(nn.Module):
         x = embeds.to(self.fc.weight.dtype)
         table = self._table(positions)
         for layer, kind, kv in zip(self._layers(), self.config.layer_types, context, strict=True):
-            x = layer(x, table, kv, masks[kind])
+            if self.recompute and torch.is_grad_enabled():
+                # Nothing is drawn at random, so there is no generator to set back.
+                x = checkpoint(
+                    layer, x, table, kv, masks[kind], use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, table, kv, masks[kind])
         return self.norm(x)
 
     def forward(
