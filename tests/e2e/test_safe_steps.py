@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,17 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from drafttrain import stages
+from drafttrain.acceptance.report import read_report
 from drafttrain.data.order import sample_at
 from drafttrain.data.store_reader import FeatureStore
 from drafttrain.metrics_log import read_metrics
+from drafttrain.recipe import load_recipe
 from tests.data.store_factory import change_record
 
+from . import tiny
 from .conftest import drafttrain
-from .runs import copy_run
+from .runs import copy_run, start_rank
 
 pytestmark = pytest.mark.xdist_group("training")
 
@@ -70,3 +76,59 @@ def test_poisoned_samples_end_the_run_by_name_and_leave_its_checkpoint(extracted
     kept = load_file(folder / "deepspeed" / "ema.safetensors")
     assert all(torch.equal(drafter[name], kept[name]) for name in kept)
     assert all(weight.isfinite().all() for weight in drafter.values())
+
+
+def random_word_records(path: Path, count: int) -> Path:
+    """Token records of random words; ``greedy``, so that replay takes them for the target's own.
+
+    Only the stored states tell which token comes next, so nothing short of learning them by heart
+    is right: the random target's real text repeats one token.
+    """
+    rng = random.Random(0)
+    ids = range(len(tiny.SPECIAL), len(tiny.SPECIAL) + len(tiny.WORDS))
+    with path.open("w") as file:
+        for number in range(count):
+            record = {
+                "id": f"words-{number}",
+                "prompt_ids": rng.choices(ids, k=6),
+                "response_ids": rng.choices(ids, k=41),
+                "sampling": "greedy",
+            }
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def test_eight_samples_are_learnt_by_heart(target, tmp_path):
+    """(fault kind 68)"""
+    words = {"path": str(random_word_records(tmp_path / "words.jsonl", 8)), "name": "words"}
+    path = tiny.make_recipe(
+        tmp_path,
+        target,
+        data={"eval": [words]},
+        drafter={"head_dim": 16, "intermediate_size": 128},
+        train={
+            "epochs": 160.0,
+            "global_batch": 8,
+            "micro_batch": 8,
+            "anchors": 64,
+            "gamma": 4.0,
+            "lr": 1e-2,
+            "checkpoint_every": 160,
+        },
+    )
+    recipe = load_recipe(path)
+    stages.prepare(recipe)
+    stages.extract(recipe)
+    # Preparation keeps evaluation samples out of training; here they are to be the same.
+    shutil.rmtree(recipe.store("train"))
+    shutil.copytree(recipe.store("eval"), recipe.store("train"))
+    shutil.copy(recipe.table("eval"), recipe.table("train"))
+    process = start_rank(path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    lines = read_metrics(recipe.output / "metrics.jsonl")
+    assert lines[0]["expected_accepted_length"] < 1.5
+    assert min(lines[-1]["slot_accuracy"]) > 0.95
+    assert lines[-1]["expected_accepted_length"] > 0.9 * recipe.drafter.block_size
+    replay = read_report(recipe.reports / "step-000160.json").replay
+    assert replay.overall("chain").tau >= 0.9 * recipe.drafter.block_size
