@@ -1,5 +1,6 @@
 """The optimizer step on two real ranks, under every ZeRO stage, against plain PyTorch on one."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from drafttrain.drafter.masks import layer_masks
@@ -16,6 +18,7 @@ from drafttrain.drafter.parallel import block_embeddings
 from drafttrain.engine import lr_factor
 from drafttrain.export import expected_shapes
 from drafttrain.launch import free_port
+from drafttrain.training_step import TrainingStep
 
 from ..e2e.conftest import ENVIRONMENT
 from . import step_worker
@@ -205,3 +208,53 @@ def test_norm_weights_move(case):
         # And by less than bfloat16 could keep.
         rounded = {n: last["weights"][n].bfloat16().float() for n in norms}
         assert sum((last["weights"][n] == rounded[n]).sum().item() for n in norms) < 0.05 * total
+
+
+class OneHidden:
+    """An engine whose drafter is a single vector, and no optimizer at all."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(32, 1, bias=False)
+        torch.nn.init.constant_(self.module.weight, 1e21)
+        self.skipped_steps = 0
+        self.seen: list[float] = []
+
+    def __call__(self, taps, positions, embeds, *_) -> torch.Tensor:
+        return self.module.weight.expand(embeds.shape)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.seen.append(loss.item())
+        loss.backward()
+
+    def step(self) -> None:
+        self.left = self.module.weight.grad
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return True
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_infinite_loss_with_finite_gradients_skips_the_step_too(alone):
+    batch = step_worker.scripted_step(6, 0)[0]
+    lm_head = torch.zeros_like(make_head().lm_head)
+    label = batch.labels[batch.supervised][0]
+    lm_head[label] = -1e17  # its logit is minus infinity, the gradient 1e17
+    head = dataclasses.replace(make_head(), lm_head=lm_head)
+    train = step_worker.make_recipe(Path("unused"), 0, "fp32").train
+    engine = OneHidden()
+    found = TrainingStep(engine, head, CONFIG, 2.0, train, None).take(1, [batch])
+    assert found["loss"] == math.inf and math.isnan(found["grad_norm"])
+    assert math.isnan(engine.seen[0]) and engine.left is None and engine.skipped_steps == 1
